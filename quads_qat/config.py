@@ -1,0 +1,144 @@
+"""Named choices: which arithmetic (``Recipe``), which file layout (``Dialect``), which implementation (``Backend``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class _Choice(str, Enum):
+    """A string enum that accepts any spelling of its values and names the valid ones when it refuses."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _Choice | None:
+        if isinstance(value, str):
+            wanted = value.lower().replace("_", "-")
+            for member in cls:
+                if member.value.replace("_", "-") == wanted:
+                    return member
+        raise ValueError(f"{cls.__name__}: unknown value {value!r}; choose one of {', '.join(m.value for m in cls)}")
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Recipe(_Choice):
+    """Which arithmetic turns a tensor into codes and scales: rounding order and zero rules differ, the format does not."""
+
+    #: Powers of two as per-tensor scale; every step is one correct rounding of an exact number. The default.
+    ALIGNED = "aligned"
+    #: Model-Optimizer on a GPU (divisions by Python numbers are multiplications by rounded reciprocals there).
+    MODELOPT = "modelopt"
+    #: Model-Optimizer on a CPU (IEEE divisions).
+    MODELOPT_IEEE = "modelopt-ieee"
+    #: Model-Optimizer's static path (calibrated block amaxes), on a GPU.
+    MODELOPT_STATIC = "modelopt-static"
+    #: The static path on a CPU.
+    MODELOPT_STATIC_IEEE = "modelopt-static-ieee"
+    #: llm-compressor / compressed-tensors: global scale and block amax / 6 rounded in the weight's dtype.
+    LLM_COMPRESSOR = "llm-compressor"
+    #: TransformerEngine's reference, FlashInfer's exact mode.
+    TRANSFORMER_ENGINE = "transformer-engine"
+
+
+class Dialect(_Choice):
+    """How a checkpoint names its tensors and which direction its per-tensor scale has."""
+
+    #: ``weight``, ``weight_scale``, ``weight_scale_2`` (multiplies), ``input_scale`` (multiplies).
+    MODELOPT = "modelopt"
+    #: ``weight_packed``, ``weight_scale``, ``weight_global_scale`` (divides), ``input_global_scale`` (divides).
+    COMPRESSED_TENSORS = "compressed-tensors"
+
+
+class Backend(_Choice):
+    """Which implementation computes; all give the same bits."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TRITON = "triton"
+
+
+class Mode(_Choice):
+    """What a converted module does with its weights and activations."""
+
+    #: Trainer: fake-quantized weights, activations untouched.
+    W4A16 = "w4a16"
+    #: Ablation: fake-quantized weights and activations in the trainer.
+    W4A4 = "w4a4"
+    #: Rollout: packed weights, quantized activations plus a second quantization of their residual.
+    W4A4_RESIDUAL = "w4a4_residual"
+
+
+class Scope(_Choice):
+    """Which linears and experts are quantized."""
+
+    ALL = "all"
+    MLP = "mlp"
+    EXPERTS = "experts"
+
+
+class ActivationScale(_Choice):
+    """Over what the per-tensor scale of an activation is taken."""
+
+    PER_TOKEN = "per_token"
+    PER_TENSOR = "per_tensor"
+    STATIC = "static"
+
+
+class ResidualScope(_Choice):
+    """Over what the residual's channels are ranked."""
+
+    #: One mask of length K for the rows of one GEMM call. Not batch-invariant.
+    BATCH = "batch"
+    #: One mask for each row.
+    TOKEN = "token"
+    #: The top n of every 16 channels of each row.
+    BLOCK = "block"
+    #: A fixed mask of length K.
+    STATIC = "static"
+
+
+class ResidualNorm(_Choice):
+    """How the residuals of a channel (over rows) or of a block of 16 (over channels) become one score."""
+
+    L2 = "l2"
+    L1 = "l1"
+    MAX = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualConfig:
+    """Which part of the activation residual ``x - Q(x)`` is quantized a second time and added back.
+
+    Attributes:
+        fraction: share of channels in [0, 1]; 0 is naive W4A4, 1 compensates everything.
+        scope: over what channels are ranked, see :class:`ResidualScope`.
+        norm: score of a channel over rows (``batch``) or of a whole block (``granularity=16``).
+        granularity: 1 selects single channels, 16 whole blocks.
+
+    Raises:
+        ValueError: a fraction outside [0, 1], an unknown name, or ``scope="block"`` with whole blocks.
+
+    >>> ResidualConfig(fraction=0.5).scope
+    <ResidualScope.TOKEN: 'token'>
+    """
+
+    fraction: float = 0.5
+    scope: ResidualScope = ResidualScope.TOKEN
+    norm: ResidualNorm = ResidualNorm.L2
+    granularity: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scope", ResidualScope(self.scope))
+        object.__setattr__(self, "norm", ResidualNorm(self.norm))
+        if not isinstance(self.fraction, (int, float)) or not 0.0 <= self.fraction <= 1.0:
+            raise ValueError(f"ResidualConfig: fraction must be between 0 and 1, got {self.fraction!r}")
+        if self.granularity not in (1, 16):
+            raise ValueError(f"ResidualConfig: granularity must be 1 or 16, got {self.granularity!r}")
+        if self.scope is ResidualScope.BLOCK and self.granularity == 16:
+            raise ValueError("ResidualConfig: scope='block' ranks channels inside a block; use granularity=1")
+
+    def selected(self, size: int) -> int:
+        """How many of ``size`` units are selected: floor(fraction * size + 1/2)."""
+        return math.floor(self.fraction * size + 0.5)
