@@ -324,7 +324,7 @@ def fake_quantize(
     """``dequantize(quantize(x, ...), dtype or x.dtype)`` without the packed tensor in between: the same bits.
 
     >>> fake_quantize(torch.tensor([5.1, 0.3] + [0.0] * 14))[:2]
-    tensor([5.1667, 0.4306])
+    tensor([5.2500, 0.4375])
     """
     p, stored, source = _scales(x, per_tensor_scale, tensor_amax, recipe)
     out = torch.empty(x.numel() // BLOCK_SIZE, BLOCK_SIZE, dtype=dtype or x.dtype, device=x.device)

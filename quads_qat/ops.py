@@ -1,0 +1,312 @@
+"""The only door to the arithmetic: argument checks, backend choice, and ``torch.library`` registration.
+
+Every function is a custom op with a fake kernel, so ``torch.compile(fullgraph=True)`` keeps it as one opaque call and
+the bits stay those of the backend. Gradients live in ``autograd.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quads_qat import formats, reference
+from quads_qat.config import Backend, Recipe
+from quads_qat.formats import BLOCK_SIZE
+from quads_qat.qtensor import NVFP4Tensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# ------------------------------------------------------------------------------------------------------------------ checks
+
+
+def _check_input(who: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{who}: x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{who}: x must be float32, bfloat16 or float16, got {x.dtype}; convert it with x.to(torch.bfloat16)")
+    if x.ndim == 0:
+        raise ValueError(f"{who}: x must have at least one dim (blocks run along the last), got a 0-dim tensor")
+    if x.shape[-1] % BLOCK_SIZE:
+        raise ValueError(
+            f"{who}: the last dim must be a multiple of 16 (one NVFP4 block), got x.shape={tuple(x.shape)}; "
+            f"pad it with {-x.shape[-1] % BLOCK_SIZE} zeros"
+        )
+
+
+def _check_scale_shape(who: str, name: str, scale: Tensor, x: Tensor) -> None:
+    per_expert = x.ndim >= 2 and scale.shape == x.shape[:1] and scale.ndim < x.ndim
+    per_row = scale.ndim == x.ndim and all(s in (1, n) for s, n in zip(scale.shape, (*x.shape[:-1], 1), strict=True))
+    if scale.ndim and not (per_expert and x.ndim >= 3) and not per_row:
+        raise ValueError(
+            f"{who}: {name} must be [] (one for the tensor), [E] (one per expert of [E, N, K]) or [..., 1] (one per row), "
+            f"got {name}.shape={tuple(scale.shape)} for x.shape={tuple(x.shape)}"
+        )
+
+
+def _check_aligned_scale(who: str, p: Tensor) -> None:
+    mantissa, exponent = torch.frexp(p)
+    low, high = formats.ALIGNED_MIN_EXPONENT, formats.ALIGNED_MAX_EXPONENT
+    valid = (mantissa == 0.5) & (exponent - 1 >= low) & (exponent - 1 <= high)
+    if not bool(valid.all()):
+        raise ValueError(
+            f"{who}: Recipe.ALIGNED needs per_tensor_scale = 2**k with {low} <= k <= {high}, "
+            f"got {p.flatten()[~valid.flatten()][0].item()}; use ops.per_tensor_scale(x), or round an imported scale up to a "
+            "power of two"
+        )
+
+
+def _check_scales(who: str, x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Recipe) -> None:
+    if p is not None and tensor_amax is not None:
+        raise ValueError(f"{who}: give per_tensor_scale or tensor_amax, not both")
+    for name, scale in (("per_tensor_scale", p), ("tensor_amax", tensor_amax)):
+        if scale is None:
+            continue
+        if scale.device != x.device:
+            raise ValueError(f"{who}: {name} is on {scale.device}, x on {x.device}; move it with {name}.to(x.device)")
+        _check_scale_shape(who, name, scale, x)
+    if p is not None:
+        if p.dtype != torch.float32:
+            raise TypeError(f"{who}: per_tensor_scale must be float32, got {p.dtype}")
+        if _can_look(p):
+            if recipe is Recipe.ALIGNED:
+                _check_aligned_scale(who, p)
+            elif not bool((torch.isfinite(p) & (p > 0)).all()):
+                raise ValueError(f"{who}: per_tensor_scale must be finite and > 0")
+    if tensor_amax is not None and _can_look(tensor_amax) and not bool((torch.isfinite(tensor_amax) & (tensor_amax >= 0)).all()):
+        raise ValueError(f"{who}: tensor_amax must be finite and >= 0")
+
+
+def _can_look(x: Tensor) -> bool:
+    """Whether reading a value costs nothing: on a CPU, and not while a graph is being traced."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+
+
+def require_finite(who: str, x: Tensor) -> None:
+    """Raise ValueError if ``x`` holds NaN or inf; syncs on a GPU."""
+    if x.numel() == 0:
+        return
+    low, high = torch.aminmax(x.detach())
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        bad = int((~torch.isfinite(x)).sum())
+        raise ValueError(
+            f"{who}: x holds {bad} NaN or inf of {x.numel()} elements (shape {tuple(x.shape)}); "
+            "find the step that made them, or pass check_finite=False to turn their blocks into NaN"
+        )
+
+
+def _resolve(backend: Backend | str, x: Tensor) -> Backend:
+    backend = Backend(backend)
+    if backend is Backend.TRITON:
+        raise ValueError("backend='triton' is not available in this version; use backend='auto' or 'reference'")
+    return Backend.REFERENCE
+
+
+# --------------------------------------------------------------------------------------------------------------- custom ops
+
+
+@torch.library.custom_op("quads_qat::amax", mutates_args=())
+def _amax(tensors: list[Tensor], dim: list[int] | None) -> Tensor:
+    return reference.amax(*tensors, dim=None if dim is None else tuple(dim)).clone()
+
+
+@_amax.register_fake
+def _(tensors: list[Tensor], dim: list[int] | None) -> Tensor:
+    x = tensors[0]
+    return x.new_empty(()) if dim is None else x.amax(dim, keepdim=dim == [-1])
+
+
+@torch.library.custom_op("quads_qat::scale_from_amax", mutates_args=())
+def _scale_from_amax(tensor_amax: Tensor, recipe: str) -> Tensor:
+    return reference.scale_from_amax(tensor_amax, Recipe(recipe))[0].clone()
+
+
+@_scale_from_amax.register_fake
+def _(tensor_amax: Tensor, recipe: str) -> Tensor:
+    return torch.empty_like(tensor_amax, dtype=torch.float32)
+
+
+@torch.library.custom_op("quads_qat::quantize", mutates_args=())
+def _quantize(
+    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = reference.quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=Recipe(recipe))
+    return q.qdata, q.block_scale, q.per_tensor_scale.clone(), q.stored_scale.clone()
+
+
+@_quantize.register_fake
+def _(
+    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *lead, k = x.shape
+    given = per_tensor_scale if per_tensor_scale is not None else tensor_amax
+    scale = x.new_empty(() if given is None else given.shape, dtype=torch.float32)
+    return (
+        x.new_empty((*lead, k // 2), dtype=torch.uint8),
+        x.new_empty((*lead, k // BLOCK_SIZE), dtype=torch.float8_e4m3fn),
+        scale,
+        torch.empty_like(scale),
+    )
+
+
+@torch.library.custom_op("quads_qat::dequantize", mutates_args=())
+def _dequantize(
+    qdata: Tensor, block_scale: Tensor, per_tensor_scale: Tensor, stored_scale: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return reference.dequantize(NVFP4Tensor(qdata, block_scale, per_tensor_scale, Recipe(recipe), stored_scale), dtype)
+
+
+@_dequantize.register_fake
+def _(
+    qdata: Tensor, block_scale: Tensor, per_tensor_scale: Tensor, stored_scale: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return qdata.new_empty((*qdata.shape[:-1], 2 * qdata.shape[-1]), dtype=dtype)
+
+
+def _fake_quantize_impl(
+    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return reference.fake_quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=Recipe(recipe), dtype=dtype)
+
+
+def _fake_quantize_meta(
+    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+_fake_quantize = torch.library.custom_op("quads_qat::fake_quantize", _fake_quantize_impl, mutates_args=())
+_fake_quantize.register_fake(_fake_quantize_meta)
+
+# A second op with the same arithmetic. With one op for both, the compiled joint graph would merge the backward's call
+# with the forward's and keep the quantized weight alive in between.
+_fake_quantize_backward = torch.library.custom_op("quads_qat::fake_quantize_backward", _fake_quantize_impl, mutates_args=())
+_fake_quantize_backward.register_fake(_fake_quantize_meta)
+
+
+# ----------------------------------------------------------------------------------------------------------------- public
+
+
+def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """Largest finite magnitude over all ``tensors`` (a scale group), in their dtype.
+
+    Args:
+        tensors: one or more, same dtype and device.
+        dim: dims to reduce; None reduces all -> []; (1, 2) of [E, N, K] -> [E]; -1 is kept -> [..., 1].
+
+    Raises:
+        ValueError: no tensors, or mixed dtypes or devices.
+
+    >>> amax(torch.tensor([1.0, -3.0]), torch.tensor([2.0]))
+    tensor(3.)
+    """
+    if not tensors:
+        raise ValueError("amax: give at least one tensor")
+    for x in tensors:
+        if x.dtype not in _FLOATS:
+            raise TypeError(f"amax: tensors must be float32, bfloat16 or float16, got {x.dtype}")
+        if x.dtype != tensors[0].dtype or x.device != tensors[0].device:
+            raise ValueError(
+                f"amax: the members of a scale group must share dtype and device, got {tensors[0].dtype} on "
+                f"{tensors[0].device} and {x.dtype} on {x.device}"
+            )
+    dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return _amax(list(tensors), dims)
+
+
+def per_tensor_scale(
+    x: Tensor, *, recipe: Recipe | str = Recipe.ALIGNED, dim: int | tuple[int, ...] | None = None
+) -> Tensor:
+    """The float32 scale (it multiplies) that ``recipe`` gives ``x``; ``dim`` as in :func:`amax`.
+
+    >>> per_tensor_scale(torch.tensor([2688.0]))
+    tensor(1.)
+    """
+    return scale_from_amax(amax(x, dim=dim), recipe=recipe)
+
+
+def scale_from_amax(tensor_amax: Tensor, *, recipe: Recipe | str = Recipe.ALIGNED) -> Tensor:
+    """The float32 ``per_tensor_scale`` of a tensor with this amax: same shape."""
+    return _scale_from_amax(tensor_amax, Recipe(recipe).value)
+
+
+def quantize(
+    x: Tensor,
+    per_tensor_scale: Tensor | None = None,
+    *,
+    tensor_amax: Tensor | None = None,
+    recipe: Recipe | str = Recipe.ALIGNED,
+    check_finite: bool | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> NVFP4Tensor:
+    """Quantize ``x`` to E2M1 codes, E4M3 block scales and a per-tensor scale.
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16, any strides, K % 16 == 0. It is never cast.
+        per_tensor_scale: float32 [] | [E] for [E, N, K] | [..., 1], used as given. ALIGNED needs powers of two
+            (checked on a CPU, a precondition on a GPU).
+        tensor_amax: amax of the whole scale group instead of ``x``'s own; same shapes.
+        recipe: the arithmetic, see ``reference``.
+        check_finite: raise on NaN and inf. None: on a CPU only. Unchecked, their blocks become NaN.
+        backend: which implementation; the bits do not depend on it.
+
+    Raises:
+        TypeError, ValueError: dtype, shape or values outside the above.
+
+    >>> q = quantize(torch.ones(2, 32))
+    >>> q.qdata.shape, q.block_scale.shape, q.per_tensor_scale
+    (torch.Size([2, 16]), torch.Size([2, 2]), tensor(0.0005))
+    """
+    recipe = Recipe(recipe)
+    _check_input("quantize", x)
+    _check_scales("quantize", x, per_tensor_scale, tensor_amax, recipe)
+    if check_finite or (check_finite is None and _can_look(x)):
+        require_finite("quantize", x)
+    _resolve(backend, x)
+    qdata, block_scale, p, stored = _quantize(x, per_tensor_scale, tensor_amax, recipe.value)
+    return NVFP4Tensor(qdata, block_scale, p, recipe, stored)
+
+
+def dequantize(
+    q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: Backend | str = Backend.AUTO
+) -> Tensor:
+    """Decode ``q`` into [..., K] of ``dtype``; exact in bfloat16 for ``Recipe.ALIGNED``.
+
+    >>> dequantize(quantize(torch.full((16,), 5.25)))[0]
+    tensor(5.2500, dtype=torch.bfloat16)
+    """
+    if dtype not in _FLOATS:
+        raise TypeError(f"dequantize: dtype must be float32, bfloat16 or float16, got {dtype}")
+    _resolve(backend, q.qdata)
+    return _dequantize(q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale, q.recipe.value, dtype)
+
+
+def fake_quantize(
+    x: Tensor,
+    per_tensor_scale: Tensor | None = None,
+    *,
+    tensor_amax: Tensor | None = None,
+    recipe: Recipe | str = Recipe.ALIGNED,
+    dtype: torch.dtype | None = None,
+    check_finite: bool | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> Tensor:
+    """``dequantize(quantize(x, ...), dtype or x.dtype)``, the same bits, in one pass. No gradient: see ``autograd``.
+
+    Args and errors as in :func:`quantize`; ``dtype`` is what the values are decoded into.
+
+    >>> fake_quantize(torch.tensor([5.0] + [0.3] * 15))[:2]
+    tensor([4.8750, 0.4062])
+    """
+    recipe = Recipe(recipe)
+    _check_input("fake_quantize", x)
+    _check_scales("fake_quantize", x, per_tensor_scale, tensor_amax, recipe)
+    if check_finite or (check_finite is None and _can_look(x)):
+        require_finite("fake_quantize", x)
+    _resolve(backend, x)
+    return _fake_quantize(x, per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype)
+
+
+def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """:func:`fake_quantize` for a backward pass: the same bits from an op of its own, checks done by the forward."""
+    return _fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype)
