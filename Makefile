@@ -1,0 +1,31 @@
+# Each target is enough on a fresh machine with Python 3.11 or newer: it makes .venv, installs pinned versions, runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(BIN)/quads-qat demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV)
+
+# torch goes first and alone: pip then takes the build that its configuration prefers (a CPU build, say),
+# and the second command keeps it. The stamp is written last, so an interrupted install starts again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("the pinned versions need Python 3.11 or newer; try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
