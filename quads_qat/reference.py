@@ -77,8 +77,8 @@ def _amax_of(x: Tensor, dim: int | tuple[int, ...] | None) -> Tensor:
     if x.ndim == 0:
         return torch.where(torch.isfinite(x), x.abs(), 0)
     if x.device.type == "cpu":
-        # One pass without a temporary; NaN and inf show through and send the tensor the long way.
-        largest = torch.maximum(x.amax(dims, keepdim), -x.amin(dims, keepdim))
+        # One pass without a temporary; NaN and inf show through and send the tensor the long way. abs is for -0.0.
+        largest = torch.maximum(x.amax(dims, keepdim), -x.amin(dims, keepdim)).abs()
         if bool(torch.isfinite(largest).all()):
             return largest
     return torch.where(torch.isfinite(x), x, 0).abs().amax(dims, keepdim)
@@ -239,7 +239,9 @@ def _scales(x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Rec
     return p, stored, (tensor_amax.float() if recipe in _STATIC else stored)
 
 
-def _encode(x: Tensor, p: Tensor, stored: Tensor, source: Tensor, recipe: Recipe) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+def _encode(
+    x: Tensor, p: Tensor, stored: Tensor, source: Tensor, recipe: Recipe
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield ``(chunk, codes [16, B] uint8, block scale bytes [B] uint8, decode scale [B] float32)``.
 
     Elements of a block run along dim 0, so that every operation with a per-block operand is contiguous.
