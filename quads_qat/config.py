@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 
 class _Choice(str, Enum):
     """A string enum that accepts any spelling of its values and names the valid ones when it refuses."""
@@ -105,6 +107,31 @@ class ResidualNorm(_Choice):
     L2 = "l2"
     L1 = "l1"
     MAX = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How one weight is quantized: everything that forward, backward and export must agree on.
+
+    Attributes:
+        recipe: the arithmetic.
+        export_dtype: fp32 master weights are cast to it first, as the exporter does.
+        transposed: the weight is stored [E, K, N]; blocks run along K all the same.
+        per_expert: a stack of experts with one scale each, [E]; otherwise one scale, [].
+    """
+
+    recipe: Recipe = Recipe.ALIGNED
+    export_dtype: torch.dtype = torch.bfloat16
+    transposed: bool = False
+    per_expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationFormat:
+    """How activations are quantized: the recipe, and over what their per-tensor scale is taken."""
+
+    scale: ActivationScale = ActivationScale.PER_TOKEN
+    recipe: Recipe = Recipe.ALIGNED
 
 
 @dataclass(frozen=True, kw_only=True)

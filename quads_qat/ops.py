@@ -9,8 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quads_qat import formats, reference
-from quads_qat.config import Backend, Recipe
+from quads_qat import formats, reference, reference_matmul
+from quads_qat.config import (
+    ActivationFormat,
+    ActivationScale,
+    Backend,
+    Recipe,
+    ResidualConfig,
+    ResidualScope,
+)
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
@@ -24,7 +31,9 @@ def _check_input(who: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{who}: x must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in _FLOATS:
-        raise TypeError(f"{who}: x must be float32, bfloat16 or float16, got {x.dtype}; convert it with x.to(torch.bfloat16)")
+        raise TypeError(
+            f"{who}: x must be float32, bfloat16 or float16, got {x.dtype}; convert it with x.to(torch.bfloat16)"
+        )
     if x.ndim == 0:
         raise ValueError(f"{who}: x must have at least one dim (blocks run along the last), got a 0-dim tensor")
     if x.shape[-1] % BLOCK_SIZE:
@@ -73,13 +82,19 @@ def _check_scales(who: str, x: Tensor, p: Tensor | None, tensor_amax: Tensor | N
                 _check_aligned_scale(who, p)
             elif not bool((torch.isfinite(p) & (p > 0)).all()):
                 raise ValueError(f"{who}: per_tensor_scale must be finite and > 0")
-    if tensor_amax is not None and _can_look(tensor_amax) and not bool((torch.isfinite(tensor_amax) & (tensor_amax >= 0)).all()):
+    if (
+        tensor_amax is not None
+        and _can_look(tensor_amax)
+        and not bool((torch.isfinite(tensor_amax) & (tensor_amax >= 0)).all())
+    ):
         raise ValueError(f"{who}: tensor_amax must be finite and >= 0")
 
 
 def _can_look(x: Tensor) -> bool:
     """Whether reading a value costs nothing: on a CPU, and not while a graph is being traced."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+    return (
+        x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
+    )
 
 
 def require_finite(who: str, x: Tensor) -> None:
@@ -180,7 +195,9 @@ _fake_quantize.register_fake(_fake_quantize_meta)
 
 # A second op with the same arithmetic. With one op for both, the compiled joint graph would merge the backward's call
 # with the forward's and keep the quantized weight alive in between.
-_fake_quantize_backward = torch.library.custom_op("quads_qat::fake_quantize_backward", _fake_quantize_impl, mutates_args=())
+_fake_quantize_backward = torch.library.custom_op(
+    "quads_qat::fake_quantize_backward", _fake_quantize_impl, mutates_args=()
+)
 _fake_quantize_backward.register_fake(_fake_quantize_meta)
 
 
@@ -267,9 +284,7 @@ def quantize(
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored)
 
 
-def dequantize(
-    q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: Backend | str = Backend.AUTO
-) -> Tensor:
+def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: Backend | str = Backend.AUTO) -> Tensor:
     """Decode ``q`` into [..., K] of ``dtype``; exact in bfloat16 for ``Recipe.ALIGNED``.
 
     >>> dequantize(quantize(torch.full((16,), 5.25)))[0]
@@ -310,3 +325,103 @@ def fake_quantize(
 def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """:func:`fake_quantize` for a backward pass: the same bits from an op of its own, checks done by the forward."""
     return _fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------ GEMMs
+
+
+def _check_gemm(who: str, x: Tensor, weight: NVFP4Tensor) -> None:
+    _check_input(who, x)
+    if len(weight.shape) != 2 or weight.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"{who}: weight must be [N, K] with x's K, got x.shape={tuple(x.shape)} and weight {tuple(weight.shape)}"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"{who}: the weight is on {weight.device}, x on {x.device}; move one of them")
+
+
+def _check_activation(who: str, x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> None:
+    if activation.scale is ActivationScale.STATIC and input_amax is None:
+        raise ValueError(
+            f"{who}: activation_scale='static' needs input_amax; calibrate the model, load a checkpoint that carries input "
+            "scales, or use activation_scale='per_token'"
+        )
+    if _can_look(x):
+        require_finite(who, x)
+
+
+def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ dequantize(weight).T + bias`` in x's dtype: x [..., K], weight [N, K] -> [..., N]. Weight-only."""
+    _check_gemm("linear_w4a16", x, weight)
+    return reference_matmul.linear_w4a16(x, weight, bias)
+
+
+def linear_w4a4(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationFormat | None = None,
+    input_amax: Tensor | None = None,
+) -> Tensor:
+    """``Q(x) @ weight.T + bias``: accumulated in fp32, rounded once to x's dtype.
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16.
+        weight: [N, K].
+        bias: [N] or None.
+        activation: recipe and scale of Q; None: ALIGNED, per token.
+        input_amax: [] amax that a static activation scale is made from.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    activation = activation or ActivationFormat()
+    _check_gemm("linear_w4a4", x, weight)
+    _check_activation("linear_w4a4", x, activation, input_amax)
+    return reference_matmul.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
+
+
+def residual_linear(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    residual: ResidualConfig,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationFormat | None = None,
+    input_amax: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """``Q(x) @ weight.T + Q(m * (x - Q(x))) @ weight.T + bias``: the compensated W4A4 linear of QUADS.
+
+    Args:
+        x: [..., K]. For scope ``batch`` its rows form one unit, and a row's output depends on the others.
+        weight: [N, K].
+        residual: what is selected.
+        bias: [N] or None.
+        activation: recipe and scale of Q; None: ALIGNED, per token.
+        input_amax: [] amax of a static activation scale.
+        mask: [K] bool, the fixed mask of scope ``static``.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    >>> q = quantize(torch.randn(8, 32))
+    >>> residual_linear(torch.randn(4, 32), q, ResidualConfig(fraction=0.5)).shape
+    torch.Size([4, 8])
+    """
+    activation = activation or ActivationFormat()
+    _check_gemm("residual_linear", x, weight)
+    _check_activation("residual_linear", x, activation, input_amax)
+    if residual.scope is ResidualScope.STATIC and residual.fraction > 0:
+        if mask is None:
+            raise ValueError(
+                "residual_linear: scope='static' needs a calibrated mask; use scope='token' or calibrate first"
+            )
+        if mask.dtype != torch.bool or mask.shape != x.shape[-1:]:
+            raise ValueError(
+                f"residual_linear: mask must be bool [K={x.shape[-1]}], got {mask.dtype} {tuple(mask.shape)}"
+            )
+    return reference_matmul.residual_linear(
+        x, weight, residual, bias, activation=activation, input_amax=input_amax, mask=mask
+    )

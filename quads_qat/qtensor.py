@@ -38,7 +38,10 @@ class NVFP4Tensor:
                 "NVFP4Tensor: qdata must be uint8 and block_scale float8_e4m3fn, "
                 f"got {self.qdata.dtype} and {self.block_scale.dtype}"
             )
-        if self.qdata.shape[:-1] != self.block_scale.shape[:-1] or self.qdata.shape[-1] != 8 * self.block_scale.shape[-1]:
+        if (
+            self.qdata.shape[:-1] != self.block_scale.shape[:-1]
+            or self.qdata.shape[-1] != 8 * self.block_scale.shape[-1]
+        ):
             raise ValueError(
                 "NVFP4Tensor: qdata must be [..., K/2] and block_scale [..., K/16], "
                 f"got {tuple(self.qdata.shape)} and {tuple(self.block_scale.shape)}"
@@ -62,6 +65,7 @@ class NVFP4Tensor:
     def to(self, device: torch.device | str) -> NVFP4Tensor:
         """The same codes and scales on ``device``. There is no dtype to convert."""
         moved = {
-            name: getattr(self, name).to(device) for name in ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
+            name: getattr(self, name).to(device)
+            for name in ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
         }
         return replace(self, **moved)

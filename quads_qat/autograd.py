@@ -1,0 +1,263 @@
+"""Every hand-written gradient: straight-through estimators and GEMMs that recompute their quantized weight.
+
+``dL/dW`` is the gradient of the fake-quantized weight, unchanged (STE, no clipping). Nothing big is kept between
+forward and backward: the master weight is there anyway, and quantizing it again gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from quads_qat import ops
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, WeightFormat
+
+# --------------------------------------------------------------------------------------------------------- pieces, no grad
+
+
+def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
+    """Amax of a scale group as the exporter sees it: [] or, for stacks of experts, [E]; in ``export_dtype``."""
+    detached = [w.detach() for w in weights]
+    dim = tuple(range(1, detached[0].ndim)) if fmt.per_expert else None
+    return ops.amax(*detached, dim=dim).to(fmt.export_dtype)  # rounding is monotone: the amax of the cast weights
+
+
+def fake_quantize_weight(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+    """The weight that the engine multiplies by, decoded into ``dtype``, in the layout of ``weight``. No gradient."""
+    oriented = _export_view(weight, fmt)
+    out = ops.fake_quantize(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype)
+    return out.transpose(-1, -2) if fmt.transposed else out
+
+
+def _fake_quantize_weight_again(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+    oriented = _export_view(weight, fmt)
+    out = ops.fake_quantize_again(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype)
+    return out.transpose(-1, -2) if fmt.transposed else out
+
+
+def _export_view(weight: Tensor, fmt: WeightFormat) -> Tensor:
+    weight = weight.detach().to(fmt.export_dtype)
+    return weight.transpose(-1, -2) if fmt.transposed else weight
+
+
+def fake_quantize_activation(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None = None) -> Tensor:
+    """``Q(x)`` for x [..., K] with the amax per token, per tensor, or given (static). No gradient."""
+    amax = activation_amax(x, fmt, static_amax)
+    return ops.fake_quantize(x, tensor_amax=amax, recipe=fmt.recipe)
+
+
+def activation_amax(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None = None) -> Tensor:
+    """What the per-tensor scale of activations x [..., K] is made from: [..., 1] per token, else []."""
+    if fmt.scale is ActivationScale.STATIC:
+        if static_amax is None:
+            raise ValueError(
+                "activation_scale='static' needs observed activations: run some batches inside "
+                "`with quads_qat.observe_activations(model):` first"
+            )
+        return static_amax
+    return ops.amax(x.detach(), dim=-1 if fmt.scale is ActivationScale.PER_TOKEN else None)
+
+
+# --------------------------------------------------------------------------------------------------------------------- STE
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+        ctx.weight_dtype = weight.dtype
+        return fake_quantize_weight(weight, amax, fmt, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.to(ctx.weight_dtype), None, None, None
+
+
+def fake_quantize_ste(
+    weight: Tensor,
+    group: Sequence[Tensor] = (),
+    *,
+    fmt: WeightFormat | None = None,
+    recipe: Recipe | str = Recipe.ALIGNED,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """Fake-quantize ``weight`` with an identity gradient: for frameworks that own their modules.
+
+    Args:
+        weight: [N, K] or [E, N, K] (one scale per expert with ``fmt.per_expert``), K % 16 == 0.
+        group: the weights that share its per-tensor scale, ``weight`` included or not; order does not matter.
+        fmt: full control over layout and cast; None: ``recipe`` on the weight as it is (fp32 is cast to bf16 first).
+        recipe: the arithmetic when ``fmt`` is None.
+        amax: the group's amax, if it is known already.
+
+    Returns:
+        the fake-quantized weight, shape and dtype of ``weight``.
+
+    >>> w = torch.nn.Parameter(torch.ones(2, 16))
+    >>> fake_quantize_ste(w).sum().backward(); w.grad[0, 0]
+    tensor(1.)
+    """
+    if fmt is None:
+        export_dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
+        fmt = WeightFormat(recipe=Recipe(recipe), export_dtype=export_dtype)
+    if amax is None:
+        amax = group_amax([weight, *(w for w in group if w is not weight)], fmt)
+    return _FakeQuantize.apply(weight, amax, fmt, weight.dtype)  # pyright: ignore[reportReturnType]
+
+
+# ------------------------------------------------------------------------------------------------------------------- GEMMs
+
+
+class _Linear(torch.autograd.Function):
+    """``y = Qa(x) @ Q(W).T + bias``; keeps x and W. ``activation`` None: x is used as it is (W4A16)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        amax: Tensor,
+        fmt: WeightFormat,
+        activation: ActivationFormat | None,
+        static_amax: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, amax, static_amax)
+        ctx.fmt, ctx.activation = fmt, activation
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        quantized = fake_quantize_weight(weight, amax, fmt, x.dtype)
+        if activation is not None:
+            x = fake_quantize_activation(x, activation, static_amax)
+        return F.linear(x, quantized, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, amax, static_amax = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[0]:
+            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype)
+            grad_x = rows.mm(quantized).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            if ctx.activation is not None:
+                x = fake_quantize_activation(x, ctx.activation, static_amax)
+            grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1])).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax: Tensor,
+    fmt: WeightFormat,
+    activation: ActivationFormat | None = None,
+    static_amax: Tensor | None = None,
+) -> Tensor:
+    """``F.linear`` with a fake-quantized weight (and activation): x [..., K], weight [N, K] -> [..., N].
+
+    Gradients are straight-through: dX = g Q(W), dW = g.T Qa(X), in the bits of a plain linear that holds Q(W). The
+    quantized weight is decoded into x's dtype (the autocast dtype under autocast) and recomputed in backward.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _Linear.apply(x, weight, bias, amax, fmt, activation, static_amax)  # pyright: ignore[reportReturnType]
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if hasattr(F, "grouped_mm"):
+        return F.grouped_mm(a, b, offs=offs)
+    return torch._grouped_mm(a, b, offs=offs)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """``y[rows of expert e] = x[...] @ Q(W[e]).T``; keeps x and W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, amax: Tensor, fmt: WeightFormat) -> Tensor:
+        ctx.save_for_backward(x, weight, offs, amax)
+        ctx.fmt = fmt
+        quantized = fake_quantize_weight(weight, amax, fmt, x.dtype)
+        return _grouped_mm(x, quantized if fmt.transposed else quantized.transpose(-2, -1), offs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offs, amax = ctx.saved_tensors
+        grad_x = grad_weight = None
+        grad = grad.contiguous()
+        if ctx.needs_input_grad[0]:
+            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype)
+            grad_x = _grouped_mm(grad, quantized.transpose(-2, -1) if ctx.fmt.transposed else quantized, offs)
+        if ctx.needs_input_grad[1]:
+            left, right = (x, grad) if ctx.fmt.transposed else (grad, x)
+            grad_weight = _grouped_mm(left.transpose(-2, -1), right, offs).to(weight.dtype)
+        return grad_x, grad_weight, None, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, amax: Tensor, fmt: WeightFormat) -> Tensor:
+    """One GEMM per expert over contiguous groups of rows, with fake-quantized weights.
+
+    Args:
+        x: [M, K], rows sorted by expert.
+        weight: [E, N, K], or [E, K, N] when ``fmt.transposed``.
+        offs: [E] int32, end row of each expert's group.
+        amax: [E] or [].
+        fmt: layout and recipe.
+
+    Returns:
+        [M, N] in the weight's dtype, which x is cast to (as transformers' grouped_mm dispatch does).
+    """
+    return _GroupedLinear.apply(x.to(weight.dtype), weight, offs, amax, fmt)  # pyright: ignore[reportReturnType]
+
+
+# ---------------------------------------------------------------------------------------------- recompute instead of saving
+
+
+class recompute_quantized(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 - used like a function
+    """Inside this context, autograd saves no quantized weight: views of one are rebuilt from the master weight.
+
+    For forwards that are not ours (a model's own expert loop). Everything else goes to the hooks that were active
+    before, so that activation checkpointing and offloading keep working. Eager mode only.
+
+    Args:
+        sources: (quantized weight, function that computes it again) pairs.
+    """
+
+    def __init__(self, sources: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+        recipes = {q.untyped_storage().data_ptr(): again for q, again in sources}
+        rebuilt: dict[int, Tensor] = {}
+        pending = dict.fromkeys(recipes, 0)
+        outer = _active_hooks()
+
+        def pack(t: Tensor) -> Any:
+            key = t.untyped_storage().data_ptr() if t.device.type != "meta" else 0
+            if key in recipes:
+                pending[key] += 1
+                return key, t.shape, t.stride(), t.storage_offset()
+            return outer[0](t) if outer else t
+
+        def unpack(packed: Any) -> Tensor:
+            if not (isinstance(packed, tuple) and len(packed) == 4 and packed[0] in recipes):
+                return outer[1](packed) if outer else packed
+            key, shape, stride, offset = packed
+            if key not in rebuilt:
+                rebuilt[key] = recipes[key]()
+            base, pending[key] = rebuilt[key], pending[key] - 1
+            if pending[key] <= 0:
+                del rebuilt[key]
+            return base.as_strided(shape, stride, offset)
+
+        super().__init__(pack, unpack)
+
+
+def _active_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,0 +1,586 @@
+"""``convert``: swap a model's linears and experts for quantized ones, in place, and report what was done.
+
+Selection comes first and touches nothing: every module that holds a weight is quantized, listed with the reason why
+not, or an error. Only then are classes swapped (trainer modes) or modules replaced by packed ones (rollout mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat import ops
+from quads_qat.autograd import group_amax
+from quads_qat.config import (
+    ActivationFormat,
+    ActivationScale,
+    Mode,
+    Recipe,
+    ResidualConfig,
+    Scope,
+    WeightFormat,
+)
+from quads_qat.experts import ExpertsLayout, W4A4Experts, W4A16Experts, layout_of
+from quads_qat.formats import BLOCK_SIZE
+from quads_qat.linear import ActivationObserver, FullPrecision, W4A4Linear, W4A16Linear
+from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
+from quads_qat.scale_groups import ScaleGroup, activation_key, group_key
+from quads_qat.selection import default_exclusion, first_match, in_scope
+
+_STATE = "_quads_qat"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CLASSES = {Mode.W4A16: (W4A16Linear, W4A16Experts), Mode.W4A4: (W4A4Linear, W4A4Experts)}
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One quantized parameter: where it lives and how it is quantized.
+
+    Attributes:
+        module: full name of its module.
+        parameter: its name there, ``weight`` or e.g. ``gate_up_proj``.
+        format: recipe, cast and layout.
+        group: name of its scale group.
+    """
+
+    module: str
+    parameter: str
+    format: WeightFormat
+    group: str
+
+    @property
+    def name(self) -> str:
+        """Full parameter name."""
+        return f"{self.module}.{self.parameter}".lstrip(".")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A module that holds weights and is not quantized, and why."""
+
+    module: str
+    kind: str
+    elements: int
+    reason: str
+
+
+@dataclass(eq=False)
+class Conversion:
+    """What was done to a model; kept on the model, outside its state dict."""
+
+    mode: Mode
+    recipe: Recipe
+    scope: Scope
+    weights: dict[str, Weight]
+    skipped: list[Skipped]
+    groups: dict[str, ScaleGroup]
+    observers: dict[str, ActivationObserver]
+    full_precision: FullPrecision = field(default_factory=FullPrecision)
+    activation: ActivationFormat | None = None
+    residual: ResidualConfig | None = None
+
+
+def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
+    """The module that ``convert`` was called on (``model`` or one inside it) and its record.
+
+    Raises:
+        ValueError: nothing in ``model`` was converted.
+    """
+    for module in model.modules():
+        if _STATE in module.__dict__:
+            return module, module.__dict__[_STATE]
+    raise ValueError(f"{who}: this model has not been converted; call quads_qat.convert(model, mode='w4a16') first")
+
+
+# --------------------------------------------------------------------------------------------------------------- selection
+
+
+def convert(
+    model: M,
+    mode: Mode | str,
+    *,
+    recipe: Recipe | str = Recipe.ALIGNED,
+    scope: Scope | str = Scope.ALL,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    residual: ResidualConfig | None = None,
+    activation_scale: ActivationScale | str | None = None,
+    activation_recipe: Recipe | str | None = None,
+) -> M:
+    """Swap linears and experts for quantized ones, in place. Call it before FSDP or TP wrapping.
+
+    Args:
+        model: any module; transformers models of both expert layouts.
+        mode: ``w4a16`` (trainer), ``w4a4`` (trainer, ablation) or ``w4a4_residual`` (rollout: packed weights, no
+            gradient). Allowed on a converted model: ``w4a16`` <-> ``w4a4``, and either to ``w4a4_residual``.
+        recipe: arithmetic of the weights.
+        scope: ``all``, ``mlp`` or ``experts``.
+        include: modules to quantize although the scope or a default excludes them: exact names, globs or ``re:...``.
+        exclude: modules to leave in high precision; wins over everything.
+        groups: regular expressions; linears that one of them finds, with equal capture groups, share a scale.
+        residual: rollout only; None compensates half of the channels per token. ``fraction=0`` is naive W4A4.
+        activation_scale: ``per_token`` (default), ``per_tensor`` or ``static``.
+        activation_recipe: arithmetic of the activations; default ALIGNED.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: an unknown name, a pattern that matches nothing, a weight whose K is not a multiple of 16, an expert
+            class of unknown layout, a partly excluded scale group, a mode that cannot follow the present one.
+        TypeError: a weight of a dtype that cannot be quantized.
+
+    >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
+    >>> coverage(model).quantized_elements
+    256
+    """
+    mode, recipe, scope = Mode(mode), Recipe(recipe), Scope(scope)
+    if residual is not None and mode is not Mode.W4A4_RESIDUAL:
+        raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
+    activation = None
+    if mode is not Mode.W4A16:
+        activation = ActivationFormat(
+            scale=ActivationScale(activation_scale or ActivationScale.PER_TOKEN),
+            recipe=Recipe(activation_recipe or Recipe.ALIGNED),
+        )
+    elif activation_scale is not None or activation_recipe is not None:
+        raise ValueError("convert: mode='w4a16' leaves activations alone; drop activation_scale and activation_recipe")
+
+    present = next((m.__dict__[_STATE] for m in model.modules() if _STATE in m.__dict__), None)
+    if present is None:
+        conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
+        if mode is Mode.W4A4_RESIDUAL:
+            _refuse_meta(model, conversion)
+        _install(model, conversion)
+    else:
+        _check_transition(conversion_of(model, "convert")[1], mode, recipe, scope, include, exclude, groups)
+    root, conversion = conversion_of(model, "convert")
+    if mode is Mode.W4A4_RESIDUAL:
+        _refuse_meta(root, conversion)
+        _pack(root, conversion, activation, residual or ResidualConfig())
+    else:
+        _set_trainer_mode(root, conversion, mode, activation)
+    return model
+
+
+def select(
+    model: nn.Module,
+    *,
+    recipe: Recipe = Recipe.ALIGNED,
+    scope: Scope = Scope.ALL,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    groups: Sequence[str] = (),
+) -> Conversion:
+    """Decide for every module that holds weights; reads names, shapes and dtypes only (works on meta)."""
+    owners = _owners(model)
+    for pattern in (*include, *exclude):
+        if not any(first_match(name, [pattern]) for name in owners):
+            raise ValueError(
+                f"convert: no module with weights matches {pattern!r}; see model.named_modules() for the names"
+            )
+    export_dtype = _export_dtype(model)
+    conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {})
+    for name, module in owners.items():
+        reason = _why_not(name, module, owners, scope, include, exclude)
+        if reason is not None:
+            elements = sum(p.numel() for p in module._parameters.values() if p is not None)
+            conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
+            continue
+        layout = None if isinstance(module, nn.Linear) else layout_of(module)
+        for parameter in ("weight",) if layout is None else layout.parameters:
+            weight = module._parameters[parameter]
+            assert weight is not None
+            _check_weight(f"{name}.{parameter}", weight, layout)
+            fmt = WeightFormat(
+                recipe=recipe,
+                export_dtype=export_dtype if weight.dtype == torch.float32 else weight.dtype,
+                transposed=layout is not None and layout.transposed,
+                per_expert=layout is not None and layout.per_expert,
+            )
+            group = group_key(name if layout is None else f"{name}.{parameter}", groups)
+            conversion.weights[f"{name}.{parameter}"] = Weight(name, parameter, fmt, group)
+            conversion.groups.setdefault(group, ScaleGroup(group)).members.append(
+                (module, parameter, f"{name}.{parameter}")
+            )
+            key = activation_key(group)
+            conversion.observers.setdefault(key, ActivationObserver(key))
+    if not conversion.weights:
+        skipped = "; ".join(f"{s.module or '(root)'}: {s.reason}" for s in conversion.skipped[:3])
+        raise ValueError(
+            f"convert: nothing to quantize in {type(model).__name__} (scope='{scope}'); {skipped or 'it holds no weights'}"
+        )
+    _check_groups_are_whole(conversion, groups)
+    return conversion
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that hold a parameter of two or more dims directly."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(p is not None and p.ndim >= 2 for p in module._parameters.values())
+    }
+
+
+def _kind(module: nn.Module) -> str:
+    return getattr(module, "original_class", type(module)).__name__
+
+
+def _why_not(
+    name: str,
+    module: nn.Module,
+    owners: dict[str, nn.Module],
+    scope: Scope,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> str | None:
+    """The reason why a module stays in high precision; None if it is to be quantized."""
+    linear = isinstance(module, nn.Linear)
+    layout = None if linear else layout_of(module)
+    if pattern := first_match(name, exclude):
+        return f"excluded by {pattern!r}"
+    included = first_match(name, include) is not None
+    if not included:
+        if reason := default_exclusion(name):
+            return reason
+        if (
+            not linear
+            and layout is None
+            and "expert" in f"{name}.{type(module).__name__}".lower()
+            and in_scope(name, scope)
+        ):
+            raise ValueError(
+                f"convert: {name} is a {type(module).__name__}, an experts class of unknown layout; pass exclude=[{name!r}] "
+                "to leave it in high precision"
+            )
+        if not in_scope(name, scope):
+            return f"outside scope='{scope}'"
+    if not linear and layout is None:
+        return f"{type(module).__name__} is neither a linear nor experts"
+    if linear and type(module) is not nn.Linear:
+        return f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own"
+    for parameter in ("weight",) if layout is None else layout.parameters:
+        shared = [
+            n
+            for n, m in owners.items()
+            if m is not module and any(p is module._parameters[parameter] for p in m._parameters.values())
+        ]
+        if shared:
+            return f"tied: shares its parameter with {shared[0]}"
+    return None
+
+
+def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> None:
+    if weight.dtype not in _FLOATS:
+        raise TypeError(
+            f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "
+            f"unquantized, or exclude {name.rpartition('.')[0]!r}"
+        )
+    k = weight.shape[-2 if layout is not None and layout.transposed else -1]
+    if k % BLOCK_SIZE:
+        raise ValueError(
+            f"convert: {name} has an input dim K of {k}, which is not a multiple of 16 (one NVFP4 block); pass "
+            f"exclude=[{name.rpartition('.')[0]!r}] to leave it in high precision"
+        )
+
+
+def _check_groups_are_whole(conversion: Conversion, rules: Sequence[str]) -> None:
+    for skipped in conversion.skipped:
+        key = group_key(skipped.module, rules)
+        if key in conversion.groups and skipped.kind == "Linear":
+            member = conversion.groups[key].members[0][2]
+            raise ValueError(
+                f"convert: {skipped.module} ({skipped.reason}) and {member} share one scale in every engine, which fuses "
+                "them; exclude both or neither"
+            )
+
+
+def _export_dtype(model: nn.Module) -> torch.dtype:
+    """What fp32 masters are cast to: the config's dtype, bf16 if that is fp32 or unknown."""
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _check_transition(
+    conversion: Conversion,
+    mode: Mode,
+    recipe: Recipe,
+    scope: Scope,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    groups: Sequence[str],
+) -> None:
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError(
+            "convert: a rollout model (w4a4_residual) holds packed weights only; convert a copy of the trainer model"
+        )
+    if conversion.mode is mode:
+        raise ValueError(f"convert: this model already is in mode '{mode}'; quads_qat.revert(model) undoes it")
+    if include or exclude or groups or scope is not Scope.ALL or recipe is not Recipe.ALIGNED:
+        if (recipe, scope) == (conversion.recipe, conversion.scope) and not (include or exclude or groups):
+            return
+        raise ValueError(
+            "convert: the model is converted already and keeps its recipe, scope and groups; call quads_qat.revert(model) "
+            "first to choose others"
+        )
+
+
+def _refuse_meta(model: nn.Module, conversion: Conversion) -> None:
+    for weight in conversion.weights.values():
+        if model.get_parameter(weight.name).is_meta:
+            raise ValueError(
+                f"convert: mode='w4a4_residual' packs weights, but {weight.name} is on the meta device; "
+                "load the weights first"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------- swapping
+
+
+def _install(model: nn.Module, conversion: Conversion) -> None:
+    """Give every selected module its formats, groups and observers, and its trainer class."""
+    by_module: dict[str, list[Weight]] = {}
+    for weight in conversion.weights.values():
+        by_module.setdefault(weight.module, []).append(weight)
+    for name, weights in by_module.items():
+        module = model.get_submodule(name)
+        shared: dict[str, Any] = {"full_precision": conversion.full_precision}
+        observers = {w.parameter: conversion.observers[activation_key(w.group)] for w in weights}
+        groups = {w.parameter: conversion.groups[w.group] for w in weights}
+        formats = {w.parameter: w.format for w in weights}
+        if isinstance(module, nn.Linear):
+            shared |= {
+                "weight_format": formats["weight"],
+                "scale_group": groups["weight"],
+                "observer": observers["weight"],
+            }
+            module.__class__ = W4A16Linear
+        else:
+            shared |= {"weight_formats": formats, "scale_groups": groups, "observers": observers}
+            shared |= {"layout": layout_of(module), "original_class": type(module)}
+            module.__class__ = W4A16Experts
+        module.__dict__.update(shared)
+    model.__dict__[_STATE] = conversion
+
+
+def _set_trainer_mode(
+    model: nn.Module, conversion: Conversion, mode: Mode, activation: ActivationFormat | None
+) -> None:
+    linear, experts = _CLASSES[mode]
+    for name in {w.module for w in conversion.weights.values()}:
+        module = model.get_submodule(name)
+        module.__class__ = linear if isinstance(module, nn.Linear) else experts
+        module.__dict__["activation_format"] = activation
+    conversion.mode, conversion.activation = mode, activation
+
+
+def _pack(
+    model: nn.Module, conversion: Conversion, activation: ActivationFormat | None, residual: ResidualConfig
+) -> None:
+    packed = {name: quantize_weight(model, conversion, weight) for name, weight in conversion.weights.items()}
+    amaxes = {n: conversion.observers[activation_key(w.group)].amax for n, w in conversion.weights.items()}
+    if (
+        activation is not None
+        and activation.scale is ActivationScale.STATIC
+        and any(a is None for a in amaxes.values())
+    ):
+        missing = next(name for name, a in amaxes.items() if a is None)
+        raise ValueError(
+            f"convert: activation_scale='static' needs the observed amax of {missing}'s input; run some batches inside "
+            "`with quads_qat.observe_activations(model):` first"
+        )
+    for name in {w.module: None for w in conversion.weights.values()}:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Linear):
+            new: nn.Module = ResidualCompensatedLinear(
+                packed[f"{name}.weight"],
+                module.bias,
+                activation=activation,
+                residual=residual,
+                input_amax=amaxes[f"{name}.weight"],
+            )
+        else:
+            layout = module.layout
+            new = ResidualCompensatedExperts(
+                module,
+                module.original_class,  # pyright: ignore[reportArgumentType]
+                layout,  # pyright: ignore[reportArgumentType]
+                {p: packed[f"{name}.{p}"] for p in layout.parameters},  # pyright: ignore[reportAttributeAccessIssue]
+                activation=activation,
+                residual=residual,
+                input_amax={p: amaxes[f"{name}.{p}"] for p in layout.parameters},  # pyright: ignore[reportAttributeAccessIssue]
+            )
+        replace_module(model, name, new.train(module.training))
+    conversion.groups.clear()  # they held the master weights
+    conversion.mode, conversion.activation, conversion.residual = Mode.W4A4_RESIDUAL, activation, residual
+    model.requires_grad_(False)
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put ``new`` where the submodule ``name`` is."""
+    parent, _, leaf = name.rpartition(".")
+    if not name:
+        raise ValueError("convert: cannot replace the model itself; wrap it in a module, e.g. nn.Sequential(model)")
+    setattr(model.get_submodule(parent), leaf, new)
+
+
+def quantize_weight(model: nn.Module, conversion: Conversion, weight: Weight) -> NVFP4Tensor:
+    """Codes and scales of one converted parameter, blocks along the last dim ([E, N, K] also for transposed stacks).
+
+    Exactly what the module's forward multiplies by; export and rollout both come from here.
+    """
+    fmt = weight.format
+    master = model.get_parameter(weight.name).detach().to(fmt.export_dtype)
+    master = master.transpose(-1, -2) if fmt.transposed else master
+    amax = group_amax(conversion.groups[weight.group].weights(), fmt)
+    try:
+        return ops.quantize(master, tensor_amax=amax, recipe=fmt.recipe, check_finite=True)
+    except ValueError as error:
+        raise ValueError(f"{weight.name}: {error}") from error
+
+
+def revert(model: M) -> M:
+    """Undo ``convert`` in place: plain modules with the master weights; parameters stay the same objects.
+
+    Raises:
+        ValueError: the model is not converted, or is a rollout model, whose master weights are gone.
+    """
+    root, conversion = conversion_of(model, "revert")
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError(
+            "revert: a rollout model holds packed weights only; quads_qat.load_model gives BF16 weights of a checkpoint"
+        )
+    added = ("weight_format", "scale_group", "observer", "full_precision", "activation_format")
+    added_experts = ("weight_formats", "scale_groups", "observers", "layout", "original_class")
+    for name in {w.module for w in conversion.weights.values()}:
+        module = root.get_submodule(name)
+        module.__class__ = nn.Linear if isinstance(module, nn.Linear) else module.original_class  # pyright: ignore[reportAttributeAccessIssue]
+        for attribute in (*added, *added_experts):
+            module.__dict__.pop(attribute, None)
+    del root.__dict__[_STATE]
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------------------- reports
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which weights are quantized, which are not and why, and what shares a scale.
+
+    Attributes:
+        quantized: parameter name -> (elements, scale group).
+        skipped: modules with weights that stay in high precision, with reasons.
+        groups: scale group -> names of its weights.
+    """
+
+    quantized: dict[str, tuple[int, str]]
+    skipped: list[Skipped]
+    groups: dict[str, list[str]]
+
+    @property
+    def quantized_elements(self) -> int:
+        """Weights under quantization."""
+        return sum(elements for elements, _ in self.quantized.values())
+
+    @property
+    def fraction(self) -> float:
+        """Share of the weights of two or more dims that are quantized."""
+        total = self.quantized_elements + sum(s.elements for s in self.skipped)
+        return self.quantized_elements / total if total else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"quantized: {len(self.quantized)} weights, {self.quantized_elements:,} elements, {self.fraction:.1%} of all"
+        ]
+        lines += [
+            f"  {group}: {', '.join(n.rpartition('.')[0] if n.endswith('.weight') else n for n in names)}"
+            for group, names in self.groups.items()
+        ]
+        lines.append(f"not quantized: {len(self.skipped)} modules")
+        lines += [f"  {s.module or '(root)'} ({s.kind}, {s.elements:,}): {s.reason}" for s in self.skipped]
+        return "\n".join(lines)
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """What ``convert`` did to ``model``. Print it before a long run."""
+    root, conversion = conversion_of(model, "coverage")
+    quantized, groups = {}, {}
+    for name, weight in conversion.weights.items():
+        module = root.get_submodule(weight.module)
+        rollout = conversion.mode is Mode.W4A4_RESIDUAL
+        shape = module.packed(weight.parameter).shape if rollout else module._parameters[weight.parameter].shape  # pyright: ignore
+        quantized[name] = (shape.numel(), weight.group)
+        groups.setdefault(weight.group, []).append(name)
+    return Coverage(quantized, list(conversion.skipped), groups)
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Inside this context the trainer's forward uses the master weights: for reference policies and evaluation.
+
+    Raises:
+        RuntimeError: in a checkpointed forward under grad, whose recompute would be quantized.
+        ValueError: a rollout model has no master weights.
+    """
+    _, conversion = conversion_of(model, "full_precision")
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError("full_precision: a rollout model holds packed weights only")
+    switch = conversion.full_precision
+    before = switch.active, switch.entered_with_grad
+    switch.active, switch.entered_with_grad = True, torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        switch.active, switch.entered_with_grad = before
+
+
+@contextmanager
+def observe_activations(model: nn.Module) -> Iterator[None]:
+    """Inside this context forwards record the amax of each activation group; output bits do not change.
+
+    With ``torch.distributed`` initialized, amaxes are MAX-reduced over all ranks when the context ends.
+    """
+    _, conversion = conversion_of(model, "observe_activations")
+    for observer in conversion.observers.values():
+        observer.enabled = True
+    try:
+        yield
+    finally:
+        for observer in conversion.observers.values():
+            observer.enabled = False
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for observer in conversion.observers.values():  # the same order on every rank; unseen counts as 0
+            device = next(model.parameters()).device
+            amax = torch.zeros((), device=device) if observer.amax is None else observer.amax
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)
+            observer.amax = amax if bool(amax > 0) or observer.amax is not None else None
+
+
+def quant_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """What quantization keeps outside ``state_dict``: the observed amax of each activation group, float32 []."""
+    _, conversion = conversion_of(model, "quant_state_dict")
+    return {f"{key}.amax": o.amax.clone() for key, o in conversion.observers.items() if o.amax is not None}
+
+
+def load_quant_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Restore :func:`quant_state_dict`; an unknown key is a KeyError, a missing one means "not observed"."""
+    _, conversion = conversion_of(model, "load_quant_state_dict")
+    unknown = [key for key in state if key.removesuffix(".amax") not in conversion.observers]
+    if unknown:
+        raise KeyError(f"load_quant_state_dict: {unknown[0]!r} is no activation group of this model")
+    for key, observer in conversion.observers.items():
+        amax = state.get(f"{key}.amax")
+        observer.amax = None if amax is None else amax.clone()

@@ -1,0 +1,339 @@
+"""Trainer-side experts: a model's fused expert stack with fake-quantized weights, under its own dispatch.
+
+transformers >= 5 keeps the experts of a layer as 3-D parameters and dispatches to ``eager``, ``batched_mm`` or
+``grouped_mm`` functions. The converted module runs the same computation: ``grouped_mm`` through our own GEMM, which
+recomputes quantized weights in backward; every other dispatch through the original code, given a stand-in ``self``
+whose weights are quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quads_qat import autograd
+from quads_qat.config import ActivationFormat, WeightFormat
+from quads_qat.linear import ActivationObserver, FullPrecision
+from quads_qat.scale_groups import ScaleGroup
+
+_WHOLE_STACK = ("GptOssExperts", "Llama4TextExperts")
+"""Expert classes whose 3-D parameters have one per-tensor scale for all experts, in every dialect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsLayout:
+    """What the code must know of an experts class.
+
+    Attributes:
+        first: parameters of the first projection, one (``gate_up_proj``, ``up_proj``) or two (gate, up).
+        down: parameter of the second projection.
+        transposed: parameters are [E, K, N] instead of [E, N, K].
+        interleaved: gate and up alternate along N instead of gate first.
+        bias: there are ``<parameter>_bias`` parameters [E, N].
+        gate: the first projection yields gate and up; ``_apply_gate`` or ``act_fn(gate) * up`` joins them.
+        per_expert: one scale per expert; False for one scale for the whole stack.
+        token_sorted: forward takes rows already sorted into equal groups (llama4), not routing indices.
+        routed_experts: experts that own weights; higher indices pass their input on (longcat's identity experts).
+    """
+
+    first: tuple[str, ...]
+    down: str = "down_proj"
+    transposed: bool = False
+    interleaved: bool = False
+    bias: bool = False
+    gate: bool = True
+    per_expert: bool = True
+    token_sorted: bool = False
+    routed_experts: int = 0
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the quantized 3-D parameters."""
+        return (*self.first, self.down)
+
+
+def layout_of(module: nn.Module) -> ExpertsLayout | None:
+    """The layout of an experts module of transformers, or None if it is not one that is known.
+
+    Known: every class decorated with ``use_experts_implementation``, and llama4, longcat_flash, step3p7 and inkling's
+    shared experts, which are not.
+    """
+    kind = type(module).__name__
+    shapes = {name: p.ndim for name, p in module._parameters.items() if p is not None}
+    if shapes.get("down_proj") != 3:
+        return None
+    first = tuple(name for name in ("gate_up_proj", "gate_proj", "up_proj") if shapes.get(name) == 3)
+    decorated = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    if not first or not (
+        decorated or kind in ("Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts", "InklingSharedExperts")
+    ):
+        return None
+    return ExpertsLayout(
+        first=first,
+        transposed=getattr(module, "is_transposed", kind == "Llama4TextExperts"),
+        interleaved=not getattr(module, "is_concatenated", True),
+        bias=getattr(module, "has_bias", False),
+        gate=getattr(module, "has_gate", True),
+        per_expert=kind not in _WHOLE_STACK,
+        token_sorted=kind == "Llama4TextExperts",
+        routed_experts=module._parameters["down_proj"].shape[0],  # pyright: ignore[reportOptionalMemberAccess]
+    )
+
+
+class W4A16Experts(nn.Module):
+    """A fused expert stack that multiplies by fake-quantized weights; parameters stay the 3-D master weights.
+
+    Under every dispatch the output equals, bit for bit, the original module's with the quantized weights put in.
+    Made by ``quads_qat.convert`` from a module of any known layout; ``original_class`` is that module's class.
+    """
+
+    original_class: type[nn.Module]
+    layout: ExpertsLayout
+    weight_formats: dict[str, WeightFormat]
+    scale_groups: dict[str, ScaleGroup]
+    observers: dict[str, ActivationObserver]
+    full_precision: FullPrecision
+    activation_format: ActivationFormat | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The original module's arguments and result."""
+        if self.full_precision.active and self.full_precision.on():
+            return self.original_class.forward(self._stand_in({}), *args, **kwargs)
+        if self._grouped():
+            return grouped_forward(self, *args, **kwargs)
+        if self._observing():
+            self._observe(*args, **kwargs)
+        quantized = {name: self._quantized(name) for name in self.layout.parameters}
+        stand_in = self._stand_in(quantized)
+        with self._recompute(quantized):
+            return self.original_class.forward(stand_in, *args, **kwargs)
+
+    def amax(self, name: str) -> Tensor:
+        """Amax of the parameter's scale group: [E] or []."""
+        return autograd.group_amax(self.scale_groups[name].weights(), self.weight_formats[name])
+
+    def _grouped(self) -> bool:
+        return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm" and hasattr(
+            self, "has_gate"
+        )
+
+    def _observing(self) -> bool:
+        return any(observer.enabled for observer in self.observers.values())
+
+    def _quantized(self, name: str) -> Tensor:
+        return autograd.fake_quantize_ste(self._parameters[name], fmt=self.weight_formats[name], amax=self.amax(name))  # pyright: ignore[reportArgumentType]
+
+    def _stand_in(self, replaced: dict[str, Tensor]) -> nn.Module:
+        """An instance of the original class with this module's state, except for the ``replaced`` parameters."""
+        stand_in = object.__new__(self.original_class)
+        stand_in.__dict__.update(self.__dict__)
+        stand_in.__dict__["_parameters"] = {k: v for k, v in self._parameters.items() if k not in replaced}
+        stand_in.__dict__.update(replaced)
+        return stand_in
+
+    def _recompute(self, quantized: dict[str, Tensor]) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return nullcontext()
+        sources = []
+        for name, q in quantized.items():
+            weight, fmt, amax = self._parameters[name], self.weight_formats[name], self.amax(name)
+            sources.append((q, _again(weight, amax, fmt)))
+        return autograd.recompute_quantized(sources)
+
+    def _observe(self, *args: Any, **kwargs: Any) -> None:
+        """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched."""
+        with torch.no_grad():
+            weights = {name: self._quantized(name) for name in self.layout.parameters}
+
+            def project(name: str, expert: int, x: Tensor) -> Tensor:
+                self.observers[name].update(x)
+                return F.linear(
+                    x.to(weights[name].dtype),
+                    expert_matrix(self, weights[name], expert),
+                    expert_bias(self, name, expert),
+                )
+
+            experts_loop(self, self.layout, project, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Original class, shapes and recipe, for ``print(model)``."""
+        shapes = ", ".join(f"{name}={tuple(self._parameters[name].shape)}" for name in self.layout.parameters)  # pyright: ignore[reportOptionalMemberAccess]
+        recipe = next(iter(self.weight_formats.values())).recipe
+        return f"{self.original_class.__name__}, {shapes}, recipe={recipe}"
+
+
+class W4A4Experts(W4A16Experts):
+    """Fake-quantized weights and activations in an expert stack: the symmetric variant, for ablations.
+
+    Runs expert by expert with its own loop under every dispatch: each projection's input rows are quantized.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The original module's arguments and result."""
+        if self.full_precision.active and self.full_precision.on():
+            return self.original_class.forward(self._stand_in({}), *args, **kwargs)
+        amaxes = {name: self.amax(name) for name in self.layout.parameters}
+
+        def project(name: str, expert: int, x: Tensor) -> Tensor:
+            observer, fmt = self.observers[name], self.weight_formats[name]
+            if observer.enabled:
+                observer.update(x)
+            weight = expert_matrix(self, self._parameters[name], expert)
+            amax = amaxes[name][expert] if fmt.per_expert else amaxes[name]
+            return autograd.linear(
+                x,
+                weight,
+                expert_bias(self, name, expert),
+                amax,
+                _of_one_expert(fmt),
+                self.activation_format,
+                observer.amax,
+            )
+
+        return experts_loop(self, self.layout, project, *args, **kwargs)
+
+
+def _of_one_expert(fmt: WeightFormat) -> WeightFormat:
+    return WeightFormat(recipe=fmt.recipe, export_dtype=fmt.export_dtype)
+
+
+def _again(weight: Any, amax: Tensor, fmt: WeightFormat) -> Callable[[], Tensor]:
+    version = weight._version
+
+    def rebuild() -> Tensor:
+        if weight._version != version:
+            raise RuntimeError(
+                "an expert weight was changed in place between forward and backward; step the optimizer after backward"
+            )
+        return autograd.fake_quantize_weight(weight, amax, fmt, weight.dtype)
+
+    return rebuild
+
+
+# ------------------------------------------------------------------------------------------------------------ computations
+
+
+def expert_matrix(module: Any, weight: Any, expert: int) -> Tensor:
+    """[N, K] of one expert, whichever way the stack is stored."""
+    return weight[expert].t() if module.layout.transposed else weight[expert]
+
+
+def expert_bias(module: Any, name: str, expert: int) -> Tensor | None:
+    """[N] or None."""
+    return getattr(module, f"{name}_bias")[expert] if module.layout.bias else None
+
+
+def join_gate(module: Any, first: Tensor) -> Tensor:
+    """What lies between the two projections: [..., N of the first] -> [..., K of the second]."""
+    layout = module.layout
+    if not layout.gate:
+        return module.act_fn(first)
+    original = module.original_class
+    if hasattr(original, "_apply_gate"):
+        return original._apply_gate(module, first)
+    gate, up = first.chunk(2, dim=-1)
+    return module.act_fn(gate) * up
+
+
+def experts_loop(
+    module: Any,
+    layout: ExpertsLayout,
+    project: Callable[[str, int, Tensor], Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor | None = None,
+    top_k_weights: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Run the experts one by one; ``project(parameter, expert, x)`` computes a projection of rows x [m, K].
+
+    Args:
+        module: supplies activation, gate, biases and post-norm of the original class.
+        layout: its layout.
+        project: one projection of one expert; experts without rows are skipped.
+        hidden_states: [M, H].
+        top_k_index: [M, k] expert of each slot; indices beyond the routed experts pass their rows on or are dropped.
+        top_k_weights: [M, k].
+        kwargs: the routing arguments under gpt-oss' names.
+
+    Returns:
+        [M, H].
+    """
+    if layout.token_sorted:
+        groups = hidden_states.view(layout.routed_experts, -1, hidden_states.shape[-1])
+        return torch.cat([_one_expert(module, layout, project, e, rows) for e, rows in enumerate(groups)])
+    top_k_index = kwargs.get("router_indices") if top_k_index is None else top_k_index
+    top_k_weights = kwargs.get("routing_weights") if top_k_weights is None else top_k_weights
+    assert top_k_index is not None and top_k_weights is not None
+    out = torch.zeros_like(hidden_states)
+    for expert, token, slot in _routed(top_k_index):
+        rows = hidden_states[token]
+        if expert < layout.routed_experts:
+            rows = _one_expert(module, layout, project, expert, rows)
+        elif not hasattr(module, "identity_expert"):
+            continue  # a masked slot of expert parallelism
+        weighted = rows * top_k_weights[token, slot, None]
+        out = out.index_add(0, token, weighted.to(out.dtype))
+    return out
+
+
+def _routed(top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    for expert in top_k_index.unique().tolist():
+        token, slot = torch.where(top_k_index == expert)
+        yield expert, token, slot
+
+
+def _one_expert(
+    module: Any, layout: ExpertsLayout, project: Callable[[str, int, Tensor], Tensor], expert: int, rows: Tensor
+) -> Tensor:
+    if len(layout.first) == 2:  # separate gate and up
+        gate, up = (project(name, expert, rows) for name in layout.first)
+        joined = module.act_fn(gate) * up
+    else:
+        joined = join_gate(module, project(layout.first[0], expert, rows))
+    out = project(layout.down, expert, joined)
+    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+
+
+def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The ``grouped_mm`` dispatch: rows sorted by expert, one GEMM call per projection. Traceable as one graph.
+
+    The steps and their order are those of transformers' ``grouped_mm_experts_forward``
+    (integrations/moe.py), so that the bits are the same; slots of experts on other ranks (expert parallelism) sort to
+    the tail, get no GEMM and are zeroed.
+    """
+    layout: ExpertsLayout = module.layout
+    tokens, k = hidden_states.shape[0], top_k_index.shape[-1]
+    expert_of_slot, order = torch.sort(top_k_index.reshape(-1))
+    rows = hidden_states[order // k]
+    weights = top_k_weights.reshape(-1)[order]
+    on_cpu = hidden_states.device.type in ("cpu", "mps")
+    counted = expert_of_slot.float() if on_cpu else expert_of_slot.int()  # histc: floats on a CPU, ints on CUDA
+    counts = torch.histc(counted, bins=module.num_experts, min=0, max=module.num_experts - 1)
+    offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    elsewhere = None
+    if module._is_expert_parallel:
+        elsewhere = (expert_of_slot >= module.num_experts).unsqueeze(-1)
+        expert_of_slot = expert_of_slot.clamp(max=module.num_experts - 1)
+        rows = rows.masked_fill(elsewhere, 0.0)
+
+    def project(name: str, x: Tensor) -> Tensor:
+        if module.observers[name].enabled:
+            module.observers[name].update(x)
+        out = autograd.grouped_linear(x, module._parameters[name], offs, module.amax(name), module.weight_formats[name])
+        if layout.bias:
+            out = out + getattr(module, f"{name}_bias")[expert_of_slot]
+        return out if elsewhere is None else out.masked_fill(elsewhere, 0.0)
+
+    out = project(layout.down, join_gate(module, project(layout.first[0], rows)))
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    out = out * weights.unsqueeze(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return out[inverse].view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)

@@ -1,0 +1,110 @@
+"""Trainer-side linears: ``nn.Linear`` whose forward multiplies by the weight that the engine will multiply by.
+
+Conversion swaps a module's class and adds plain attributes; parameters keep their name, shape, dtype and identity, so
+optimizers, state dicts and sharding do not notice.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quads_qat import autograd, ops
+from quads_qat.config import ActivationFormat, WeightFormat
+from quads_qat.scale_groups import ScaleGroup
+
+
+@dataclass(eq=False)
+class ActivationObserver:
+    """Running amax of one activation group's inputs; counts only while ``enabled``.
+
+    Attributes:
+        name: the activation group, e.g. ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}``.
+        amax: float32 [], None before the first observation.
+        enabled: set by ``observe_activations``.
+    """
+
+    name: str
+    amax: Tensor | None = None
+    enabled: bool = False
+
+    def update(self, x: Tensor) -> None:
+        """Fold the amax of x [..., K] in. Seeing a batch twice (a recompute) changes nothing."""
+        seen = ops.amax(x.detach()).float()
+        self.amax = seen if self.amax is None else torch.maximum(self.amax.to(seen.device), seen)
+
+
+@dataclass(eq=False)
+class FullPrecision:
+    """Switch of ``full_precision``: shared by all converted modules of a model."""
+
+    active: bool = False
+    entered_with_grad: bool = False
+
+    def on(self) -> bool:
+        """Whether to skip fake quantization now.
+
+        Raises:
+            RuntimeError: inside activation checkpointing, whose recompute would run quantized later.
+        """
+        if self.active and (torch.is_grad_enabled() or self.entered_with_grad) and _inside_checkpoint():
+            raise RuntimeError(
+                "full_precision: a checkpointed forward would be recomputed with fake quantization on in backward; "
+                "evaluate under torch.no_grad() and model.eval(), or turn activation checkpointing off"
+            )
+        return self.active
+
+
+def _inside_checkpoint() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class W4A16Linear(nn.Linear):
+    """``y = x @ fake_quantize(weight).T + bias``; ``weight`` is the full-precision master weight.
+
+    ``weight.grad`` is the gradient of the rounded weight, unchanged (STE); x is never rounded. Shapes: x [..., K] ->
+    y [..., N], K % 16 == 0. State-dict keys equal those of ``nn.Linear``. Made by ``quads_qat.convert``.
+    """
+
+    weight_format: WeightFormat
+    scale_group: ScaleGroup
+    observer: ActivationObserver
+    full_precision: FullPrecision
+    activation_format: ActivationFormat | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., K] -> [..., N]."""
+        if self.full_precision.active and self.full_precision.on():
+            return F.linear(x, self.weight, self.bias)
+        if self.observer.enabled:
+            self.observer.update(x)
+        return autograd.linear(
+            x,
+            self.weight,
+            self.bias,
+            autograd.group_amax(self.scale_group.weights(), self.weight_format),
+            self.weight_format,
+            self.activation_format,
+            self.observer.amax if self.activation_format is not None else None,
+        )
+
+    def extra_repr(self) -> str:
+        """Shapes, recipe and scale group, for ``print(model)``."""
+        return f"{super().extra_repr()}, recipe={self.weight_format.recipe}, scale_group={self.scale_group.name}"
+
+
+class W4A4Linear(W4A16Linear):
+    """``y = fake_quantize(x) @ fake_quantize(weight).T + bias``: the symmetric variant, for ablations.
+
+    Gradients: dX = g Q(W), dW = g.T Q(X), both straight-through. Expect a larger log-prob gap than with W4A16
+    (arXiv 2607.15810): the trainer's activations are not the rollout's.
+    """
