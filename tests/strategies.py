@@ -133,7 +133,8 @@ def cases(
     layout = draw(st.sampled_from(layouts))
 
     count = torch.Size(layout).numel()
-    p = [2.0 ** draw(exponents or _exponents(dtype)) for _ in range(count)]
+    k = _exponents(dtype) if exponents is None else exponents
+    p = [2.0 ** draw(k) for _ in range(count)]
     if not aligned:
         p = [v * draw(st.floats(0.5, 1.0, width=32)) for v in p]
     units, steps = zip(*(draw(st.sampled_from(_TENSOR_AMAX)) for _ in range(count)), strict=True)
