@@ -152,7 +152,8 @@ def test_a_scale_group_quantized_together_or_apart(case_recipe, cut: int):
 def test_scaling_by_a_power_of_two_commutes(case_recipe, k: int):
     """While nothing over- or underflows. The static recipes' scale of a zero block is no exception worth a rule."""
     case, recipe = case_recipe
-    assume(((case.x == 0) | (case.x.abs() > 2.0**-90)).all())
+    magnitude = case.x.abs()
+    assume(((magnitude == 0) | (magnitude > 2.0**-90) & (magnitude < 2.0**90)).all())
     assume(not recipe.value.startswith("modelopt-static") or case.x.reshape(-1, 16).any(-1).all())
     factor = 2.0**k
     scales = {name: None if s is None else s * factor for name, s in case.scales.items()}
