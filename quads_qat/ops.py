@@ -24,7 +24,7 @@ from quads_qat.qtensor import NVFP4Tensor
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# ------------------------------------------------------------------------------------------------------------------ checks
+# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def _check_input(who: str, x: Tensor) -> None:
@@ -43,13 +43,18 @@ def _check_input(who: str, x: Tensor) -> None:
         )
 
 
+def _check_output_dtype(who: str, dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise TypeError(f"{who}: dtype must be float32, bfloat16 or float16, got {dtype}; decode, then convert")
+
+
 def _check_scale_shape(who: str, name: str, scale: Tensor, x: Tensor) -> None:
     per_expert = x.ndim >= 2 and scale.shape == x.shape[:1] and scale.ndim < x.ndim
     per_row = scale.ndim == x.ndim and all(s in (1, n) for s, n in zip(scale.shape, (*x.shape[:-1], 1), strict=True))
     if scale.ndim and not (per_expert and x.ndim >= 3) and not per_row:
         raise ValueError(
-            f"{who}: {name} must be [] (one for the tensor), [E] (one per expert of [E, N, K]) or [..., 1] (one per row), "
-            f"got {name}.shape={tuple(scale.shape)} for x.shape={tuple(x.shape)}"
+            f"{who}: {name} must be [] (one for the tensor), [E] (one per expert of [E, N, K]) or [..., 1] (one per "
+            f"row), got {name}.shape={tuple(scale.shape)} for x.shape={tuple(x.shape)}; reshape it"
         )
 
 
@@ -60,34 +65,64 @@ def _check_aligned_scale(who: str, p: Tensor) -> None:
     if not bool(valid.all()):
         raise ValueError(
             f"{who}: Recipe.ALIGNED needs per_tensor_scale = 2**k with {low} <= k <= {high}, "
-            f"got {p.flatten()[~valid.flatten()][0].item()}; use ops.per_tensor_scale(x), or round an imported scale up to a "
-            "power of two"
+            f"got {p.flatten()[~valid.flatten()][0].item()}; use ops.per_tensor_scale(x), or round an imported scale "
+            "up to a power of two"
         )
 
 
 def _check_scales(who: str, x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Recipe) -> None:
     if p is not None and tensor_amax is not None:
-        raise ValueError(f"{who}: give per_tensor_scale or tensor_amax, not both")
+        raise ValueError(f"{who}: give per_tensor_scale or tensor_amax, got both; drop one")
     for name, scale in (("per_tensor_scale", p), ("tensor_amax", tensor_amax)):
         if scale is None:
             continue
+        if not isinstance(scale, Tensor):
+            raise TypeError(
+                f"{who}: {name} must be a torch.Tensor, got {type(scale).__name__}; wrap it in torch.tensor"
+            )
         if scale.device != x.device:
             raise ValueError(f"{who}: {name} is on {scale.device}, x on {x.device}; move it with {name}.to(x.device)")
         _check_scale_shape(who, name, scale, x)
     if p is not None:
         if p.dtype != torch.float32:
-            raise TypeError(f"{who}: per_tensor_scale must be float32, got {p.dtype}")
+            raise TypeError(f"{who}: per_tensor_scale must be float32, got {p.dtype}; convert it with .float()")
         if _can_look(p):
             if recipe is Recipe.ALIGNED:
                 _check_aligned_scale(who, p)
-            elif not bool((torch.isfinite(p) & (p > 0)).all()):
-                raise ValueError(f"{who}: per_tensor_scale must be finite and > 0")
-    if (
-        tensor_amax is not None
-        and _can_look(tensor_amax)
-        and not bool((torch.isfinite(tensor_amax) & (tensor_amax >= 0)).all())
-    ):
-        raise ValueError(f"{who}: tensor_amax must be finite and >= 0")
+            else:
+                _check_values(who, "per_tensor_scale", p, torch.isfinite(p) & (p > 0), "finite and > 0")
+    if tensor_amax is not None:
+        _check_amax(who, tensor_amax)
+
+
+def _check_amax(who: str, tensor_amax: Tensor) -> None:
+    dtype = getattr(tensor_amax, "dtype", type(tensor_amax).__name__)
+    if dtype not in _FLOATS:
+        raise TypeError(f"{who}: tensor_amax must be float32, bfloat16 or float16, got {dtype}; use ops.amax(x)")
+    if _can_look(tensor_amax):
+        _check_values(who, "tensor_amax", tensor_amax, tensor_amax.isfinite() & (tensor_amax >= 0), "finite and >= 0")
+
+
+def _check_values(who: str, name: str, scale: Tensor, valid: Tensor, rule: str) -> None:
+    if not bool(valid.all()):
+        got = scale.flatten()[~valid.flatten()][0].item()
+        raise ValueError(
+            f"{who}: {name} must be {rule}, got {got}; let ops.{name.removeprefix('tensor_')}(x) compute it"
+        )
+
+
+def _check_amax_dims(tensors: tuple[Tensor, ...], dims: list[int]) -> None:
+    for x in tensors:
+        if any(not -x.ndim <= d < x.ndim for d in dims):
+            raise ValueError(
+                f"amax: dim must name dims of each tensor, got dim={dims} for shape {tuple(x.shape)}; fix it"
+            )
+    left = [[n for i, n in enumerate(x.shape) if i not in dims and i - x.ndim not in dims] for x in tensors]
+    if any(shape != left[0] for shape in left):
+        raise ValueError(
+            f"amax: the shapes left after reducing dim={dims} must be equal, got {left}; reduce more dims, or call "
+            "amax for each"
+        )
 
 
 def _can_look(x: Tensor) -> bool:
@@ -117,7 +152,7 @@ def _resolve(backend: Backend | str, x: Tensor) -> Backend:
     return Backend.REFERENCE
 
 
-# --------------------------------------------------------------------------------------------------------------- custom ops
+# ----------------------------------------------------------------------------------------------------------- custom ops
 
 
 @torch.library.custom_op("quads_qat::amax", mutates_args=())
@@ -128,17 +163,18 @@ def _amax(tensors: list[Tensor], dim: list[int] | None) -> Tensor:
 @_amax.register_fake
 def _(tensors: list[Tensor], dim: list[int] | None) -> Tensor:
     x = tensors[0]
-    return x.new_empty(()) if dim is None else x.amax(dim, keepdim=dim == [-1])
+    return x.new_empty(()) if dim is None else x.sum(dim, keepdim=dim == [-1])  # its shape; amax refuses empty dims
 
 
 @torch.library.custom_op("quads_qat::scale_from_amax", mutates_args=())
-def _scale_from_amax(tensor_amax: Tensor, recipe: str) -> Tensor:
-    return reference.scale_from_amax(tensor_amax, Recipe(recipe))[0].clone()
+def _scale_from_amax(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    p, stored = reference.scale_from_amax(tensor_amax, Recipe(recipe))
+    return p.clone(), stored.clone()
 
 
 @_scale_from_amax.register_fake
-def _(tensor_amax: Tensor, recipe: str) -> Tensor:
-    return torch.empty_like(tensor_amax, dtype=torch.float32)
+def _(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tensor_amax, dtype=torch.float32), torch.empty_like(tensor_amax, dtype=torch.float32)
 
 
 @torch.library.custom_op("quads_qat::quantize", mutates_args=())
@@ -201,7 +237,7 @@ _fake_quantize_backward = torch.library.custom_op(
 _fake_quantize_backward.register_fake(_fake_quantize_meta)
 
 
-# ----------------------------------------------------------------------------------------------------------------- public
+# --------------------------------------------------------------------------------------------------------------- public
 
 
 def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
@@ -212,22 +248,30 @@ def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
         dim: dims to reduce; None reduces all -> []; (1, 2) of [E, N, K] -> [E]; -1 is kept -> [..., 1].
 
     Raises:
-        ValueError: no tensors, or mixed dtypes or devices.
+        TypeError, ValueError: no tensors, mixed dtypes or devices, or dims that do not fit.
 
     >>> amax(torch.tensor([1.0, -3.0]), torch.tensor([2.0]))
     tensor(3.)
     """
     if not tensors:
-        raise ValueError("amax: give at least one tensor")
+        raise ValueError("amax: give at least one tensor, got none; pass the members of the scale group")
     for x in tensors:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"amax: members must be torch.Tensor, got {type(x).__name__}; unpack a list: amax(*members)"
+            )
         if x.dtype not in _FLOATS:
-            raise TypeError(f"amax: tensors must be float32, bfloat16 or float16, got {x.dtype}")
+            raise TypeError(
+                f"amax: tensors must be float32, bfloat16 or float16, got {x.dtype}; convert with x.to(torch.bfloat16)"
+            )
         if x.dtype != tensors[0].dtype or x.device != tensors[0].device:
             raise ValueError(
                 f"amax: the members of a scale group must share dtype and device, got {tensors[0].dtype} on "
-                f"{tensors[0].device} and {x.dtype} on {x.device}"
+                f"{tensors[0].device} and {x.dtype} on {x.device}; convert them first"
             )
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if dims is not None:
+        _check_amax_dims(tensors, dims)
     return _amax(list(tensors), dims)
 
 
@@ -239,11 +283,12 @@ def per_tensor_scale(
     >>> per_tensor_scale(torch.tensor([2688.0]))
     tensor(1.)
     """
-    return scale_from_amax(amax(x, dim=dim), recipe=recipe)
+    return scale_from_amax(amax(x, dim=dim), recipe=recipe)[0]
 
 
-def scale_from_amax(tensor_amax: Tensor, *, recipe: Recipe | str = Recipe.ALIGNED) -> Tensor:
-    """The float32 ``per_tensor_scale`` of a tensor with this amax: same shape."""
+def scale_from_amax(tensor_amax: Tensor, *, recipe: Recipe | str = Recipe.ALIGNED) -> tuple[Tensor, Tensor]:
+    """``(per_tensor_scale, stored_scale)``, float32, of a tensor with this amax (in its dtype): same shape."""
+    _check_amax("scale_from_amax", tensor_amax)
     return _scale_from_amax(tensor_amax, Recipe(recipe).value)
 
 
@@ -280,7 +325,7 @@ def quantize(
     if check_finite or (check_finite is None and _can_look(x)):
         require_finite("quantize", x)
     _resolve(backend, x)
-    qdata, block_scale, p, stored = _quantize(x, per_tensor_scale, tensor_amax, recipe.value)
+    qdata, block_scale, p, stored = _quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value)
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored)
 
 
@@ -290,8 +335,9 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: 
     >>> dequantize(quantize(torch.full((16,), 5.25)))[0]
     tensor(5.2500, dtype=torch.bfloat16)
     """
-    if dtype not in _FLOATS:
-        raise TypeError(f"dequantize: dtype must be float32, bfloat16 or float16, got {dtype}")
+    if not isinstance(q, NVFP4Tensor):
+        raise TypeError(f"dequantize: q must be an NVFP4Tensor, got {type(q).__name__}; quantize it first")
+    _check_output_dtype("dequantize", dtype)
     _resolve(backend, q.qdata)
     return _dequantize(q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale, q.recipe.value, dtype)
 
@@ -316,6 +362,7 @@ def fake_quantize(
     recipe = Recipe(recipe)
     _check_input("fake_quantize", x)
     _check_scales("fake_quantize", x, per_tensor_scale, tensor_amax, recipe)
+    _check_output_dtype("fake_quantize", dtype or x.dtype)
     if check_finite or (check_finite is None and _can_look(x)):
         require_finite("fake_quantize", x)
     _resolve(backend, x)
@@ -327,7 +374,7 @@ def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype
     return _fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------------ GEMMs
+# ---------------------------------------------------------------------------------------------------------------- GEMMs
 
 
 def _check_gemm(who: str, x: Tensor, weight: NVFP4Tensor) -> None:
@@ -343,8 +390,8 @@ def _check_gemm(who: str, x: Tensor, weight: NVFP4Tensor) -> None:
 def _check_activation(who: str, x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> None:
     if activation.scale is ActivationScale.STATIC and input_amax is None:
         raise ValueError(
-            f"{who}: activation_scale='static' needs input_amax; calibrate the model, load a checkpoint that carries input "
-            "scales, or use activation_scale='per_token'"
+            f"{who}: activation_scale='static' needs input_amax; calibrate the model, load a checkpoint that carries "
+            "input scales, or use activation_scale='per_token'"
         )
     if _can_look(x):
         require_finite(who, x)
