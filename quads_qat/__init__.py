@@ -1,4 +1,4 @@
-"""quads_qat: NVFP4 quantization-aware training and residual-compensated rollouts for RL on mixture-of-experts models."""
+"""NVFP4 quantization-aware training and residual-compensated rollouts for RL on mixture-of-experts models."""
 
 from quads_qat import ops, reference
 from quads_qat.autograd import fake_quantize_ste
@@ -12,7 +12,12 @@ from quads_qat.convert import (
     quant_state_dict,
     revert,
 )
+from quads_qat.diagnose import gap_stats
+from quads_qat.export import bucketed, export_checkpoint, export_metadata, export_weights, quantize_checkpoint
+from quads_qat.integrations.transformers import patch_transformers
+from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.verify import diff, verify, verify_checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,14 +27,26 @@ __all__ = [
     "NVFP4Tensor",
     "Recipe",
     "ResidualConfig",
+    "bucketed",
     "convert",
     "coverage",
+    "diff",
+    "export_checkpoint",
+    "export_metadata",
+    "export_weights",
     "fake_quantize_ste",
     "full_precision",
+    "gap_stats",
+    "load_model",
     "load_quant_state_dict",
+    "load_rollout",
     "observe_activations",
     "ops",
+    "patch_transformers",
     "quant_state_dict",
+    "quantize_checkpoint",
     "reference",
     "revert",
+    "verify",
+    "verify_checkpoint",
 ]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from quads_qat import ops
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, WeightFormat
 
-# --------------------------------------------------------------------------------------------------------- pieces, no grad
+# ------------------------------------------------------------------------------------------------------ pieces, no grad
 
 
 def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
@@ -63,7 +63,7 @@ def activation_amax(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None
     return ops.amax(x.detach(), dim=-1 if fmt.scale is ActivationScale.PER_TOKEN else None)
 
 
-# --------------------------------------------------------------------------------------------------------------------- STE
+# ------------------------------------------------------------------------------------------------------------------ STE
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -110,7 +110,7 @@ def fake_quantize_ste(
     return _FakeQuantize.apply(weight, amax, fmt, weight.dtype)  # pyright: ignore[reportReturnType]
 
 
-# ------------------------------------------------------------------------------------------------------------------- GEMMs
+# ---------------------------------------------------------------------------------------------------------------- GEMMs
 
 
 class _Linear(torch.autograd.Function):
@@ -219,7 +219,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, amax: Tensor, fmt: W
     return _GroupedLinear.apply(x.to(weight.dtype), weight, offs, amax, fmt)  # pyright: ignore[reportReturnType]
 
 
-# ---------------------------------------------------------------------------------------------- recompute instead of saving
+# ------------------------------------------------------------------------------------------ recompute instead of saving
 
 
 class recompute_quantized(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 - used like a function

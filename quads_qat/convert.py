@@ -6,7 +6,7 @@ not, or an error. Only then are classes swapped (trainer modes) or modules repla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -100,7 +100,7 @@ def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
     raise ValueError(f"{who}: this model has not been converted; call quads_qat.convert(model, mode='w4a16') first")
 
 
-# --------------------------------------------------------------------------------------------------------------- selection
+# ------------------------------------------------------------------------------------------------------------ selection
 
 
 def convert(
@@ -160,7 +160,7 @@ def convert(
         conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
         if mode is Mode.W4A4_RESIDUAL:
             _refuse_meta(model, conversion)
-        _install(model, conversion)
+        install(model, conversion)
     else:
         _check_transition(conversion_of(model, "convert")[1], mode, recipe, scope, include, exclude, groups)
     root, conversion = conversion_of(model, "convert")
@@ -180,8 +180,12 @@ def select(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     groups: Sequence[str] = (),
+    only: Collection[str] | None = None,
 ) -> Conversion:
-    """Decide for every module that holds weights; reads names, shapes and dtypes only (works on meta)."""
+    """Decide for every module that holds weights; reads names, shapes and dtypes only (works on meta).
+
+    ``only`` names the modules to quantize and puts every rule aside: what a checkpoint holds is a fact.
+    """
     owners = _owners(model)
     for pattern in (*include, *exclude):
         if not any(first_match(name, [pattern]) for name in owners):
@@ -191,7 +195,10 @@ def select(
     export_dtype = _export_dtype(model)
     conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {})
     for name, module in owners.items():
-        reason = _why_not(name, module, owners, scope, include, exclude)
+        if only is None:
+            reason = _why_not(name, module, owners, scope, include, exclude)
+        else:
+            reason = None if name in only else "in high precision in the checkpoint"
         if reason is not None:
             elements = sum(p.numel() for p in module._parameters.values() if p is not None)
             conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
@@ -205,7 +212,8 @@ def select(
                 recipe=recipe,
                 export_dtype=export_dtype if weight.dtype == torch.float32 else weight.dtype,
                 transposed=layout is not None and layout.transposed,
-                per_expert=layout is not None and layout.per_expert,
+                # llm-compressor takes every stack apart first, and byte identity with it is that recipe's purpose
+                per_expert=layout is not None and (layout.per_expert or recipe is Recipe.LLM_COMPRESSOR),
             )
             group = group_key(name if layout is None else f"{name}.{parameter}", groups)
             conversion.weights[f"{name}.{parameter}"] = Weight(name, parameter, fmt, group)
@@ -219,7 +227,8 @@ def select(
         raise ValueError(
             f"convert: nothing to quantize in {type(model).__name__} (scope='{scope}'); {skipped or 'it holds no weights'}"
         )
-    _check_groups_are_whole(conversion, groups)
+    if only is None:
+        _check_groups_are_whole(conversion, groups)
     return conversion
 
 
@@ -346,10 +355,10 @@ def _refuse_meta(model: nn.Module, conversion: Conversion) -> None:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------- swapping
+# ------------------------------------------------------------------------------------------------------------- swapping
 
 
-def _install(model: nn.Module, conversion: Conversion) -> None:
+def install(model: nn.Module, conversion: Conversion) -> None:
     """Give every selected module its formats, groups and observers, and its trainer class."""
     by_module: dict[str, list[Weight]] = {}
     for weight in conversion.weights.values():
@@ -401,6 +410,18 @@ def _pack(
             f"convert: activation_scale='static' needs the observed amax of {missing}'s input; run some batches inside "
             "`with quads_qat.observe_activations(model):` first"
         )
+    install_packed(model, conversion, packed, amaxes, activation, residual)
+
+
+def install_packed(
+    model: nn.Module,
+    conversion: Conversion,
+    packed: dict[str, NVFP4Tensor],
+    amaxes: dict[str, Tensor | None],
+    activation: ActivationFormat | None,
+    residual: ResidualConfig | None,
+) -> None:
+    """Replace the selected trainer modules by packed ones holding ``packed`` (by parameter name)."""
     for name in {w.module: None for w in conversion.weights.values()}:
         module = model.get_submodule(name)
         if isinstance(module, nn.Linear):
@@ -473,7 +494,7 @@ def revert(model: M) -> M:
     return model
 
 
-# ----------------------------------------------------------------------------------------------------------------- reports
+# -------------------------------------------------------------------------------------------------------------- reports
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ _CHUNK_BLOCKS = {"cpu": 4096}
 _CHUNK_BLOCKS_DEFAULT = 1 << 22
 
 
-# ---------------------------------------------------------------------------------------------------------- amax, scales
+# --------------------------------------------------------------------------------------------------------- amax, scales
 
 
 def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
@@ -119,7 +119,7 @@ def per_tensor_scale(x: Tensor, *, recipe: Recipe = Recipe.ALIGNED, dim: int | t
     return scale_from_amax(amax(x, dim=dim), recipe)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- block_scale
+# ---------------------------------------------------------------------------------------------------------- block_scale
 
 
 def _e4m3_boundaries(device: torch.device) -> Tensor:
@@ -167,7 +167,7 @@ def decode_scale(block_scale: Tensor, p: Tensor, stored: Tensor, recipe: Recipe)
     return block_scale * p
 
 
-# ------------------------------------------------------------------------------------------------------------------- codes
+# ---------------------------------------------------------------------------------------------------------------- codes
 
 
 def _codes(x: Tensor, s: Tensor, p: Tensor, stored: Tensor, recipe: Recipe) -> Tensor:
@@ -201,7 +201,7 @@ def _values(codes: Tensor, recipe: Recipe) -> Tensor:
     return grid.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-# ---------------------------------------------------------------------------------------------------- blocks of any tensor
+# ------------------------------------------------------------------------------------------------- blocks of any tensor
 
 
 def _per_block(scale: Tensor, x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _encode(
         yield chunk, codes, byte, decode_scale(byte.view(torch.float8_e4m3fn).float(), pc, sc, recipe)
 
 
-# ----------------------------------------------------------------------------------------------------------------- public
+# --------------------------------------------------------------------------------------------------------------- public
 
 
 def quantize(

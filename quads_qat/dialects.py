@@ -1,0 +1,225 @@
+"""The two checkpoint dialects: what a quantized weight is called on disk, and the JSON that announces it.
+
+===================== =================================== ==========================================
+of one linear [N, K]  ModelOpt                            compressed-tensors
+===================== =================================== ==========================================
+codes [N, K/2] uint8  ``.weight``                         ``.weight_packed``
+scales [N, K/16] e4m3 ``.weight_scale``                   ``.weight_scale``
+per-tensor scale      ``.weight_scale_2`` [], multiplies  ``.weight_global_scale`` [1], **divides**
+activation scale      ``.input_scale`` [], multiplies     ``.input_global_scale`` [1], **divides**
+===================== =================================== ==========================================
+
+ModelOpt keeps the experts of gpt-oss and llama4 as 3-D tensors [E, K/2, N] named ``<parameter>``,
+``<parameter>_weight_scale``, ``<parameter>_weight_scale_2``, ``<parameter>_input_scale``.
+Sources: what nvidia-modelopt 0.47.0 and llm-compressor 0.14 / compressed-tensors 0.20.1 write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads_qat.config import Dialect, Recipe
+from quads_qat.qtensor import NVFP4Tensor
+
+_EXPORTABLE = {
+    Dialect.MODELOPT: (
+        Recipe.ALIGNED,
+        Recipe.MODELOPT,
+        Recipe.MODELOPT_IEEE,
+        Recipe.MODELOPT_STATIC,
+        Recipe.MODELOPT_STATIC_IEEE,
+    ),
+    Dialect.COMPRESSED_TENSORS: (Recipe.ALIGNED, Recipe.LLM_COMPRESSOR),
+}
+FOREIGN_RECIPE = {Dialect.MODELOPT: Recipe.MODELOPT, Dialect.COMPRESSED_TENSORS: Recipe.LLM_COMPRESSOR}
+"""How checkpoints that others wrote decode."""
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names on disk of one quantized weight."""
+
+    qdata: str
+    block_scale: str
+    scale: str
+    input_scale: str
+
+    @property
+    def weight(self) -> tuple[str, str, str]:
+        """The three tensors that every quantized weight has."""
+        return self.qdata, self.block_scale, self.scale
+
+
+def tensor_names(name: str, dialect: Dialect) -> TensorNames:
+    """Names for the BF16 weight ``name``: ``x.weight``, or a 3-D parameter ``x.gate_up_proj`` (ModelOpt only).
+
+    >>> tensor_names("q_proj.weight", Dialect.COMPRESSED_TENSORS).scale
+    'q_proj.weight_global_scale'
+    >>> tensor_names("experts.down_proj", Dialect.MODELOPT).scale
+    'experts.down_proj_weight_scale_2'
+    """
+    if not name.endswith(".weight"):
+        assert dialect is Dialect.MODELOPT, f"{name}: compressed-tensors has no 3-D weights"
+        return TensorNames(name, f"{name}_weight_scale", f"{name}_weight_scale_2", f"{name}_input_scale")
+    base = name.removesuffix(".weight")
+    if dialect is Dialect.MODELOPT:
+        return TensorNames(name, f"{base}.weight_scale", f"{base}.weight_scale_2", f"{base}.input_scale")
+    return TensorNames(
+        f"{base}.weight_packed", f"{base}.weight_scale", f"{base}.weight_global_scale", f"{base}.input_global_scale"
+    )
+
+
+def check_recipe(recipe: Recipe, dialect: Dialect) -> None:
+    """Refuse a recipe whose scale does not survive the dialect's form of it (1/(1/x) != x for 17 % of fp32)."""
+    if recipe not in _EXPORTABLE[dialect]:
+        options = ", ".join(f"'{r}'" for r in _EXPORTABLE[dialect])
+        raise ValueError(
+            f"export: recipe '{recipe}' cannot be written in the {dialect} dialect without changing bits; use {options}"
+        )
+
+
+def stored(p: Tensor, own_form: Tensor, recipe: Recipe, dialect: Dialect) -> Tensor:
+    """A per-tensor scale in the dialect's direction and shape: [] or [1] float32."""
+    if dialect is Dialect.MODELOPT:
+        return p.reshape(())
+    return (own_form if recipe is Recipe.LLM_COMPRESSOR else p.reciprocal()).reshape(1)
+
+
+def write(name: str, q: NVFP4Tensor, dialect: Dialect, *, transposed: bool = False) -> dict[str, Tensor]:
+    """The tensors of one quantized weight: fresh, contiguous. ``transposed``: codes and scales go to disk as [.., K, N]."""
+    names = tensor_names(name, dialect)
+    qdata, block_scale = q.qdata, q.block_scale.view(torch.uint8)
+    if transposed:
+        qdata, block_scale = qdata.mT, block_scale.mT
+    return {
+        names.qdata: qdata.clone(memory_format=torch.contiguous_format),
+        names.block_scale: block_scale.clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
+        names.scale: stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).clone(),
+    }
+
+
+def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe, *, transposed: bool) -> NVFP4Tensor:
+    """Undo :func:`write`; blocks end up along the last dim.
+
+    Raises:
+        ValueError: a scale that is missing, NaN, zero or negative, or tensors of a wrong dtype or shape.
+    """
+    names = tensor_names(name, dialect)
+    for needed in names.weight:
+        if needed not in tensors:
+            raise ValueError(f"{needed} is missing; {name} cannot be decoded without it")
+    qdata, block_scale, scale = (tensors[n] for n in names.weight)
+    if qdata.dtype != torch.uint8 or block_scale.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{names.qdata} must be uint8 and {names.block_scale} float8_e4m3fn, got {qdata.dtype} and {block_scale.dtype}"
+        )
+    if scale.numel() != 1 or not bool(torch.isfinite(scale).all() & (scale > 0).all()):
+        raise ValueError(f"{names.scale} must be one finite number > 0, got {scale.flatten()[:4].tolist()}")
+    if bool((block_scale.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ValueError(
+            f"{names.block_scale} holds NaN; the checkpoint is damaged or was made from non-finite weights"
+        )
+    if transposed:
+        qdata, block_scale = (
+            qdata.mT.contiguous(),
+            block_scale.view(torch.uint8).mT.contiguous().view(block_scale.dtype),
+        )
+    scale = scale.float().reshape(())
+    p = scale if dialect is Dialect.MODELOPT else scale.reciprocal()
+    return NVFP4Tensor(qdata, block_scale, p, recipe, scale if recipe is Recipe.LLM_COMPRESSOR else p)
+
+
+# ----------------------------------------------------------------------------------------------------------------- JSON
+
+
+def quantization_config(dialect: Dialect, ignore: list[str], *, weights_only: bool) -> dict[str, Any]:
+    """The ``quantization_config`` entry of config.json."""
+    if dialect is Dialect.MODELOPT:
+        four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group: dict[str, Any] = {} if weights_only else {"input_activations": dict(four_bits)}
+        group |= {"weights": dict(four_bits), "targets": ["Linear"]}
+        return {
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+            "quant_algo": _algorithm(weights_only),
+            "producer": {"name": "modelopt", "version": "0.47.0"},
+            "quant_method": "modelopt",
+        }
+    common = {
+        "group_size": 16,
+        "num_bits": 4,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "type": "float",
+    }
+    activations = None if weights_only else {"dynamic": "local", "observer": "static_minmax", **common}
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": "nvfp4-pack-quantized",
+                "input_activations": activations,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {"dynamic": False, "observer": "memoryless_minmax", **common},
+            }
+        },
+        "format": "nvfp4-pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.20.1",
+    }
+
+
+def hf_quant_config(ignore: list[str], *, weights_only: bool) -> dict[str, Any]:
+    """ModelOpt's hf_quant_config.json, which TensorRT-LLM takes as authoritative."""
+    return {
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quantization": {
+            "quant_algo": _algorithm(weights_only),
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": ignore,
+        },
+    }
+
+
+def _algorithm(weights_only: bool) -> str:
+    return "W4A16_NVFP4" if weights_only else "NVFP4"
+
+
+def parse_config(config: dict[str, Any], where: str) -> tuple[Dialect, bool]:
+    """``(dialect, weights_only)`` of a config.json.
+
+    Raises:
+        ValueError: not an NVFP4 checkpoint of either dialect.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{where}: config.json has no quantization_config; this is no NVFP4 checkpoint")
+    method = str(quantization.get("quant_method", ""))
+    if method.startswith("modelopt"):
+        algorithm = str(
+            quantization.get("quant_algo") or quantization.get("quantization", {}).get("quant_algo", "")
+        ).upper()
+        if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+            raise ValueError(f"{where}: quant_algo is {algorithm!r}; only NVFP4 and W4A16_NVFP4 can be read")
+        return Dialect.MODELOPT, algorithm == "W4A16_NVFP4"
+    if method == "compressed-tensors":
+        groups = list(quantization.get("config_groups", {}).values())
+        formats = {quantization.get("format"), *(g.get("format") for g in groups)}
+        if "nvfp4-pack-quantized" not in formats:
+            raise ValueError(
+                f"{where}: format is {quantization.get('format')!r}; only nvfp4-pack-quantized can be read"
+            )
+        return Dialect.COMPRESSED_TENSORS, all(g.get("input_activations") is None for g in groups)
+    raise ValueError(f"{where}: quant_method is {method!r}; only modelopt and compressed-tensors can be read")

@@ -1,0 +1,304 @@
+"""Import: NVFP4 checkpoints of either dialect into rollout models or BF16 models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat import checkpoint_io, dialects, names, ops
+from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan, skeleton
+from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
+from quads_qat.convert import Conversion, install, install_packed, select
+from quads_qat.experts import layout_of
+from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
+from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import activation_key
+
+
+@dataclass
+class Checkpoint:
+    """An opened NVFP4 checkpoint.
+
+    Attributes:
+        reader: its tensors.
+        dialect: how they are named.
+        weights_only: a W4A16 checkpoint.
+        recipe: how codes decode; from the ``quads_qat`` entry of config.json, else the dialect's usual writer.
+    """
+
+    reader: checkpoint_io.Reader
+    dialect: Dialect
+    weights_only: bool
+    recipe: Recipe
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Open a directory.
+
+        Raises:
+            ValueError: no NVFP4 checkpoint, or shards are missing or damaged.
+        """
+        reader = checkpoint_io.Reader(path)
+        dialect, weights_only = dialects.parse_config(reader.config, str(path))
+        recipe = reader.config.get("quads_qat", {}).get("recipe")
+        return cls(reader, dialect, weights_only, Recipe(recipe) if recipe else dialects.FOREIGN_RECIPE[dialect])
+
+    def quantized(self) -> list[str]:
+        """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, from the tensor names alone."""
+        endings = {".weight_scale": ".weight", "_weight_scale": ""}
+        found = []
+        for name in self.reader.names():
+            for ending, weight in endings.items():
+                if name.endswith(ending):
+                    found.append(name.removesuffix(ending) + weight)
+                    break
+        return found
+
+    def read(self, name: str, *, transposed: bool | None = None) -> NVFP4Tensor:
+        """One quantized weight by its BF16 name, blocks along the last dim.
+
+        Raises:
+            ValueError: a missing tensor or a scale that is missing, NaN, zero or negative.
+        """
+        wanted = dialects.tensor_names(name, self.dialect).weight
+        tensors = {n: self.reader.get(n) for n in wanted if n in self.reader}
+        stack = not name.endswith(".weight") if transposed is None else transposed
+        return dialects.read(name, tensors, self.dialect, self.recipe, transposed=stack)
+
+    def input_amax(self, name: str) -> Tensor | None:
+        """The amax that the weight's activation scale stands for, [] float32; None if there is no such scale."""
+        scale_name = dialects.tensor_names(name, self.dialect).input_scale
+        if scale_name not in self.reader:
+            return None
+        scale = self.reader.get(scale_name).float().reshape(())
+        if not bool(torch.isfinite(scale) & (scale > 0)):
+            raise ValueError(f"{scale_name} must be finite and > 0, got {scale.item()}")
+        return (scale if self.dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+
+    def plan(self, model: nn.Module) -> tuple[Conversion, Plan]:
+        """Which parameters of ``model`` (a skeleton) are quantized in this checkpoint, and where they are.
+
+        Raises:
+            ValueError: nothing is, some parts of a parameter are and others not, or a quantized tensor has no place.
+        """
+        on_disk = set(self.quantized())
+        candidates = [name for name, module in model.named_modules() if _can_be_packed(module)]
+        every = select(model, recipe=self.recipe, only=candidates)
+        present: dict[str, list[bool]] = {}
+        unplaced = set(on_disk)
+        for disk in disk_plan(model, every, self.dialect).weights:
+            present.setdefault(disk.weight.module, []).append(disk.name in on_disk)
+            unplaced.discard(disk.name)
+        if unplaced:
+            raise ValueError(
+                f"{self.reader.path}: {min(unplaced)} is quantized, but {type(model).__name__} has no such weight"
+            )
+        for module, found in present.items():
+            if any(found) and not all(found):
+                raise ValueError(
+                    f"{self.reader.path}: {module} is quantized only in part ({sum(found)} of {len(found)} tensors)"
+                )
+        conversion = select(model, recipe=self.recipe, only=[m for m, found in present.items() if all(found)])
+        return conversion, disk_plan(model, conversion, self.dialect)
+
+
+def _can_be_packed(module: nn.Module) -> bool:
+    if type(module) is nn.Linear:
+        return module.in_features % BLOCK_SIZE == 0
+    layout = layout_of(module)
+    if layout is None:
+        return False
+    k = -2 if layout.transposed else -1
+    return all(module._parameters[p].shape[k] % BLOCK_SIZE == 0 for p in layout.parameters)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def load_rollout(
+    path: str | Path,
+    *,
+    residual: ResidualConfig | None = None,
+    activation_scale: ActivationScale | str | None = None,
+    activation_recipe: Recipe | str = Recipe.ALIGNED,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """A rollout model from an NVFP4 checkpoint: packed weights as they are on disk, never requantized.
+
+    Args:
+        path: directory of either dialect.
+        residual: what is compensated. None: nothing quantizes the activations of a W4A16 checkpoint (weight-only), and
+            half of the channels per token are compensated for a W4A4 one; ``fraction=0`` is naive W4A4.
+        activation_scale: ``per_token`` (default), ``per_tensor`` or ``static`` (the checkpoint's input scales).
+        activation_recipe: arithmetic of the activations. ALIGNED rounds an imported scale up to a power of two.
+        dtype: of what is not quantized; None: the config's.
+
+    Returns:
+        The model of config.json's architecture, in eval mode, on the CPU.
+
+    Raises:
+        ValueError: a missing or damaged file, tensor or scale, an unknown architecture.
+    """
+    checkpoint = Checkpoint.open(path)
+    activation = None
+    if residual is not None or not checkpoint.weights_only or activation_scale is not None:
+        scale = ActivationScale(activation_scale or ActivationScale.PER_TOKEN)
+        activation = ActivationFormat(scale=scale, recipe=Recipe(activation_recipe))
+        residual = residual or ResidualConfig()
+    model = skeleton(path, dtype)
+    conversion, plan = checkpoint.plan(model)
+    static = activation is not None and activation.scale is ActivationScale.STATIC
+    packed, amaxes = {}, dict.fromkeys(conversion.weights)
+    for parameter, disks in _by_parameter(plan).items():
+        packed[parameter] = _assemble(
+            model, disks, [checkpoint.read(d.name, transposed=_on_disk_transposed(d)) for d in disks]
+        )
+        amaxes[parameter] = _shared_input_amax(checkpoint, disks, required=static)
+        conversion.observers[activation_key(disks[0].weight.group)].amax = amaxes[parameter]
+    _fill_rest(model, checkpoint.reader, plan)
+    install(model, conversion)
+    install_packed(model, conversion, packed, amaxes, activation, residual)
+    return _finish(model, path)
+
+
+def load_model(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """A plain model with the dequantized weights of an NVFP4 checkpoint of either dialect, for any transformers code.
+
+    ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly.
+    """
+    checkpoint = Checkpoint.open(path)
+    model = skeleton(path, dtype)
+    _, plan = checkpoint.plan(model)
+    for parameter, disks in _by_parameter(plan).items():
+        meta = model.get_parameter(parameter)
+        value = torch.empty(meta.shape, dtype=meta.dtype)
+        oriented = value.mT if disks[0].weight.format.transposed else value
+        for disk in disks:
+            q = checkpoint.read(disk.name, transposed=_on_disk_transposed(disk))
+            cut(oriented, disk.expert, disk.rows).copy_(ops.dequantize(q, meta.dtype))
+        _assign(model, parameter, value)
+    _fill_rest(model, checkpoint.reader, plan)
+    return _finish(model, path)
+
+
+def _on_disk_transposed(disk: DiskWeight) -> bool:
+    return disk.whole_stack and disk.source_transposed
+
+
+def _by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:
+    parameters: dict[str, list[DiskWeight]] = {}
+    for disk in plan.weights:
+        parameters.setdefault(disk.weight.name, []).append(disk)
+    return parameters
+
+
+def _assemble(model: nn.Module, disks: list[DiskWeight], parts: list[NVFP4Tensor]) -> NVFP4Tensor:
+    """The parameter's codes and scales [(E,) N, K] from its parts on disk.
+
+    Where parts of one expert have scales of their own (checkpoints whose gate and up were not fused), the per-tensor
+    scale becomes one per row, [..., N, 1].
+    """
+    if len(disks) == 1 and disks[0].expert is None and disks[0].rows is None:
+        return parts[0]
+    weight = disks[0].weight
+    shape = model.get_parameter(weight.name).shape
+    *lead, n, k = (*shape[:-2], shape[-1], shape[-2]) if weight.format.transposed else shape
+    qdata = torch.empty(*lead, n, k // 2, dtype=torch.uint8)
+    block_scale = torch.empty(*lead, n, k // BLOCK_SIZE, dtype=torch.uint8)
+    per_row, stored_per_row = torch.empty(*lead, n, 1), torch.empty(*lead, n, 1)
+    for disk, q in zip(disks, parts, strict=True):
+        cut(qdata, disk.expert, disk.rows).copy_(q.qdata)
+        cut(block_scale, disk.expert, disk.rows).copy_(q.block_scale.view(torch.uint8))
+        cut(per_row, disk.expert, disk.rows).copy_(q.per_tensor_scale.expand(q.shape[-2], 1))
+        cut(stored_per_row, disk.expert, disk.rows).copy_(q.stored_scale.expand(q.shape[-2], 1))
+    if lead and bool((per_row == per_row[..., :1, :]).all()):
+        per_row, stored_per_row = per_row[:, 0, 0].clone(), stored_per_row[:, 0, 0].clone()
+    return NVFP4Tensor(qdata, block_scale.view(torch.float8_e4m3fn), per_row, parts[0].recipe, stored_per_row)
+
+
+def _shared_input_amax(checkpoint: Checkpoint, disks: list[DiskWeight], *, required: bool) -> Tensor | None:
+    """The largest of the parts' activation amaxes: what engines use for fused weights."""
+    amaxes = [checkpoint.input_amax(disk.name) for disk in disks]
+    present = [a for a in amaxes if a is not None]
+    if required and len(present) < len(amaxes):
+        name = dialects.tensor_names(disks[amaxes.index(None)].name, checkpoint.dialect).input_scale
+        raise ValueError(
+            f"{checkpoint.reader.path}: {name} is missing, and activation_scale='static' needs it; use "
+            "activation_scale='per_token', or export with activations='observed'"
+        )
+    return torch.stack(present).amax() if present else None
+
+
+# ----------------------------------------------------------------------------------------- what stays in high precision
+
+
+def _fill_rest(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -> None:
+    """Read everything that is not quantized into the skeleton."""
+    for name, value in rest_from_disk(model, reader, plan):
+        _assign(model, name, value)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # pyright: ignore[reportCallIssue]
+
+
+def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    """(name in memory, value) of every parameter and buffer that the plan does not quantize.
+
+    Raises:
+        ValueError: a tensor is missing, or cannot be found on disk because the architecture merges it there.
+    """
+    state = model.state_dict()
+    parameters = dict(model.named_parameters())
+    split: dict[str, Tensor] = {}
+    for bias in plan.biases:
+        value = split.setdefault(bias.parameter, torch.empty_like(state[bias.parameter], device="cpu"))
+        bias.of_source(value).copy_(reader.get(bias.name))
+    yield from split.items()
+    found_otherwise = {*split, *(disk.weight.name for disk in plan.weights)}
+    rest = [n for n in names.state_dict_names(model) if n not in found_otherwise]
+    matrices = {n: _is_transposed_stack(model, n) for n in rest if n in parameters and state[n].ndim in (2, 3)}
+    for name, disks in itertools.groupby(names.disk_tensors(model, matrices), key=lambda disk: disk.parameter):
+        value = torch.empty_like(state[name], device="cpu")
+        for disk in disks:
+            tensor = reader.get(disk.name)
+            disk.select(value, transposed_memory=matrices[name]).copy_(tensor.mT if disk.transposed else tensor)
+        yield name, value
+    for name in (n for n in rest if n not in matrices):
+        yield name, reader.get(_name_of_vector(model, name, state[name])).to(state[name].dtype)
+
+
+def _is_transposed_stack(model: nn.Module, name: str) -> bool:
+    layout = layout_of(model.get_submodule(name.rpartition(".")[0]))
+    return layout is not None and layout.transposed and name.rpartition(".")[2] in layout.parameters
+
+
+def _name_of_vector(model: nn.Module, name: str, value: Tensor) -> str:
+    """Disk name of a vector (norm, bias, buffer), which no architecture cuts or merges."""
+    converted = names.disk_state(model, {name: torch.empty(value.shape, device="meta")})
+    if len(converted) != 1 or next(iter(converted.values())).shape != value.shape:
+        raise ValueError(f"load: {name} is merged with others on disk in this architecture; it cannot be read yet")
+    return next(iter(converted))
+
+
+def _assign(model: nn.Module, name: str, value: Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[leaf] = value
+
+
+def _finish(model: nn.Module, path: str | Path) -> nn.Module:
+    left = [name for name, p in model.named_parameters() if p.is_meta]
+    if left:
+        raise ValueError(f"{path}: the checkpoint has no values for {left[0]} and {len(left) - 1} more parameters")
+    if (Path(path) / "generation_config.json").exists() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
+    return model.requires_grad_(False).eval()
