@@ -21,6 +21,10 @@ TRANSFORMER_ENGINE  A; G = R(2688 / A)            R(a * R(G * r6)), clamp 448; 0
 Decoding is ``R(code * R(s * p))``, rounded once more to the output dtype; ``TRANSFORMER_ENGINE`` alone decodes with
 ``R(R(s * A) * r2688)`` in place of ``R(s * p)``. With ALIGNED every step is exact.
 
+ALIGNED divides in fp32 all the same, by d = 6p or s p: rounding the quotient neither makes nor breaks a tie. For each
+midpoint m of two codes or of two E4M3 numbers, m d is an fp32 number, since m has few bits and p is a power of two; and
+R(x / d) = m takes |x - m d| <= d ulp(m) / 2, less than the distance from m d to the fp32 numbers beside it, so x = m d.
+
 Non-finite elements are ignored by the amax; their block gets scale byte 0x7f and codes 0 and decodes to NaN.
 Sources: numerics of nvidia-modelopt 0.47 ``nvfp4_tensor.py``, compressed-tensors 0.20 ``helpers.py``,
 TransformerEngine ``reference_nvfp4.py``.
@@ -38,7 +42,7 @@ from torch import Tensor
 from quads_qat import formats
 from quads_qat.config import Recipe
 from quads_qat.formats import BLOCK_SIZE, E4M3_MAX, E4M3_MIN_SUBNORMAL, SCALE_RANGE
-from quads_qat.packing import pack_codes, unpack_codes
+from quads_qat.packing import unpack_codes
 from quads_qat.qtensor import NVFP4Tensor
 
 _R6 = formats.round_to_float32(1 / 6)
@@ -122,20 +126,8 @@ def per_tensor_scale(x: Tensor, *, recipe: Recipe = Recipe.ALIGNED, dim: int | t
 # ---------------------------------------------------------------------------------------------------------- block_scale
 
 
-def _e4m3_boundaries(device: torch.device) -> Tensor:
-    """6 * midpoint of neighbouring E4M3 magnitudes, exact in fp32; a tie that must go up sits one ulp lower."""
-    grid = torch.tensor(formats.E4M3_MAGNITUDES, device=device)
-    boundaries = 3.0 * (grid[1:] + grid[:-1])
-    boundaries[1::2] = torch.nextafter(boundaries[1::2], grid[0])  # between an odd byte and the next, even one
-    return boundaries
-
-
 def _block_scale_bytes(a: Tensor, p: Tensor, source: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """E4M3 bytes (uint8) of blocks with amax ``a`` (float32); ``source``: G, A or p, see :func:`_scales`."""
-    if recipe is Recipe.ALIGNED:
-        # a/p is exact (or so far out that the clamp decides), and a/(6p) > m exactly when a/p > 6m.
-        byte = torch.bucketize(a * p.reciprocal(), _e4m3_boundaries(a.device), out_int32=True)
-        return torch.where(a == 0, 0x38, byte.clamp(1, 0x7E)).to(torch.uint8)
     if recipe is Recipe.LLM_COMPRESSOR:
         low = a.to(dtype)
         scale = source * (low / torch.full_like(low, 6.0)).float()
@@ -151,7 +143,7 @@ def _block_scale_bytes(a: Tensor, p: Tensor, source: Tensor, recipe: Recipe, dty
         scale = torch.where(sixth == 0, 1.0, sixth) * E4M3_MAX / whole
     else:
         scale = a / (6.0 * p)
-        scale = torch.where(scale == 0, 1.0, scale)
+        scale = torch.where((a if recipe is Recipe.ALIGNED else scale) == 0, 1.0, scale)
     return scale.clamp(E4M3_MIN_SUBNORMAL, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -171,18 +163,18 @@ def decode_scale(block_scale: Tensor, p: Tensor, stored: Tensor, recipe: Recipe)
 
 
 def _codes(x: Tensor, s: Tensor, p: Tensor, stored: Tensor, recipe: Recipe) -> Tensor:
-    """E2M1 codes (uint8) of ``x`` [16, B] float32 whose blocks (columns) have block scales ``s`` [B] float32."""
-    if recipe is Recipe.ALIGNED:
-        # |x| is compared with midpoint * s * p, which is exact: an fp32 quotient could round onto a midpoint.
-        quotient, unit = x, s * p
-    else:
-        quotient, unit = _quotient(x, s, p, stored, recipe), torch.ones((), device=x.device)
-    magnitude = quotient.abs()
-    codes = torch.zeros_like(x, dtype=torch.uint8)
-    for i, midpoint in enumerate(formats.E2M1_MIDPOINTS):
-        above = magnitude >= midpoint * unit if i % 2 else magnitude > midpoint * unit  # ties to the even code
-        codes += above.view(torch.uint8)
-    return codes | ((quotient < 0).view(torch.uint8) << 3)
+    """E2M1 codes (int32) of ``x`` [16, B] float32 whose blocks (columns) have block scales ``s`` [B] float32.
+
+    The magnitudes that neighbouring codes stand for lie on a line that bends at 2 and at 4: the code of y is the least
+    of 2y, y + 2, y/2 + 4 and 7, rounded half to even. Rounded before they are added, all three are exact.
+    """
+    quotient = _quotient(x, s, p, stored, recipe)
+    y = quotient.abs()
+    codes = torch.minimum((2 * y).round_(), y.round().add_(2))
+    codes = torch.minimum(codes, (0.5 * y).round_().add_(4)).clamp_(max=7).int()
+    # The sign bit of what is < 0, and + 0.0 makes +0.0 of -0.0. ALIGNED asks x, since a tiny quotient may become -0.0.
+    signed = (x if recipe is Recipe.ALIGNED else quotient) + 0.0
+    return codes | ((signed.view(torch.int32) >> 28) & 8)
 
 
 def _quotient(x: Tensor, s: Tensor, p: Tensor, stored: Tensor, recipe: Recipe) -> Tensor:
@@ -242,7 +234,7 @@ def _scales(x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Rec
 def _encode(
     x: Tensor, p: Tensor, stored: Tensor, source: Tensor, recipe: Recipe
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield ``(chunk, codes [16, B] uint8, block scale bytes [B] uint8, decode scale [B] float32)``.
+    """Yield ``(chunk, codes [16, B] int32, block scale bytes [B] uint8, decode scale [B] float32)``.
 
     Elements of a block run along dim 0, so that every operation with a per-block operand is contiguous.
     """
@@ -256,7 +248,7 @@ def _encode(
         a = torch.where(finite, a, 0)
         byte = _block_scale_bytes(a, pc, _pick(source, chunk), recipe, x.dtype)
         scale = byte.view(torch.float8_e4m3fn).float()
-        codes = torch.where(finite, _codes(values, scale, pc, sc, recipe), 0)
+        codes = _codes(values, scale, pc, sc, recipe) * finite.int()
         byte = torch.where(finite, byte, formats.E4M3_NAN_BYTE)
         yield chunk, codes, byte, decode_scale(byte.view(torch.float8_e4m3fn).float(), pc, sc, recipe)
 
@@ -331,7 +323,7 @@ def fake_quantize(
     p, stored, source = _scales(x, per_tensor_scale, tensor_amax, recipe)
     out = torch.empty(x.numel() // BLOCK_SIZE, BLOCK_SIZE, dtype=dtype or x.dtype, device=x.device)
     for chunk, codes, _, scale in _encode(x, p, stored, source, recipe):
-        out[chunk] = (_values(codes, recipe) * scale).t()
+        out[chunk] = (_values(codes, recipe) * scale).to(out.dtype).t()
     return out.view(x.shape)
 
 
