@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, ops
 from quads_qat.autograd import fake_quantize_weight, group_amax
 from quads_qat.checkpoint_plan import cut, disk_plan
-from quads_qat.config import Mode
+from quads_qat.config import Mode, Recipe
 from quads_qat.convert import conversion_of
 from quads_qat.dialects import tensor_names
 from quads_qat.export import export_rest, plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
+from quads_qat.scale_groups import group_key
 
 
 class VerificationError(ValueError):
@@ -126,9 +127,14 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     return report.raise_if_different()
 
 
-def verify_checkpoint(source: str | Path, path: str | Path) -> Report:
-    """Compare an NVFP4 checkpoint with its BF16 source: every weight is fake-quantized anew and compared in its bits."""
+def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | str | None = None) -> Report:
+    """Compare an NVFP4 checkpoint with its BF16 source: every weight is fake-quantized anew and compared in its bits.
+
+    ``recipe`` None: the one that the checkpoint records, else its dialect's usual writer.
+    """
     checkpoint = Checkpoint.open(path)
+    if recipe is not None:
+        checkpoint.recipe = Recipe(recipe)
     reader = checkpoint_io.Reader(source)
     quantized = set(checkpoint.quantized())
     model, _, _ = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe)
@@ -200,3 +206,44 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
 def _quantized_tensors(checkpoint: Checkpoint) -> set[str]:
     named = [tensor_names(name, checkpoint.dialect) for name in checkpoint.quantized()]
     return {n for t in named for n in (*t.weight, t.input_scale)}
+
+
+def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What an NVFP4 checkpoint holds, from its files alone.
+
+    Returns:
+        ``dialect``, ``recipe``, ``activations``, numbers of weights and bytes, and ``problems``: scales that are missing,
+        zero or NaN, activation scales that are missing in part, fused weights whose scales differ.
+    """
+    checkpoint = Checkpoint.open(path)
+    problems: list[str] = []
+    scales: dict[str, dict[str, float]] = {}
+    elements = with_input = 0
+    weights = checkpoint.quantized()
+    for name in weights:
+        try:
+            q = checkpoint.read(name)
+            with_input += checkpoint.input_amax(name) is not None
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        elements += q.shape.numel()
+        scales.setdefault(group_key(name.removesuffix(".weight")), {})[name] = q.per_tensor_scale.item()
+    for group, members in scales.items():
+        if len(set(members.values())) > 1:
+            problems.append(f"{group}: engines fuse these weights, but their per-tensor scales differ")
+    if not checkpoint.weights_only and with_input < len(weights):
+        problems.append(
+            f"{len(weights) - with_input} of {len(weights)} weights of a W4A4 checkpoint have no activation scale"
+        )
+    recorded = checkpoint.reader.config.get("quads_qat", {})
+    return {
+        "dialect": checkpoint.dialect.value,
+        "recipe": f"{checkpoint.recipe}" + ("" if recorded else " (assumed: the checkpoint does not say)"),
+        "weights": "W4A16" if checkpoint.weights_only else "W4A4",
+        "quantized_weights": len(weights),
+        "quantized_elements": elements,
+        "other_tensors": len(set(checkpoint.reader.names()) - _quantized_tensors(checkpoint)),
+        "bytes": checkpoint.reader.nbytes(),
+        "problems": problems,
+    }

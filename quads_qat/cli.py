@@ -1,0 +1,251 @@
+"""The ``quads-qat`` command line: thin over the library; a user's mistake is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from quads_qat.config import Dialect, Recipe, Scope
+
+_UsageError = typer.BadParameter.__bases__[0]  # typer vendors click in some releases and imports it in others
+
+app = typer.Typer(
+    name="quads-qat",
+    help="NVFP4 checkpoints for QUADS: quantize, verify, inspect, compare; and a demo of the whole job.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable JSON object instead of tables.")]
+Names = Annotated[list[str] | None, typer.Option(help="Module name, glob or re:regex; may be given several times.")]
+
+
+def main() -> None:
+    """Entry point: library errors become one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        fail(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
+    except (ValueError, TypeError, OSError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; nothing half-written was kept")
+    raise SystemExit(code or 0)
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line on stderr and exit with 2."""
+    print(f"quads-qat: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _quiet_transformers() -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option("--out", help="Where checkpoints, table and plot go.")] = Path(
+        "quads-qat-demo"
+    ),
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of each of the three trainers.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Train a small MoE three ways, export, verify, load in transformers, and measure the log-prob gap."""
+    from quads_qat import demo as job
+
+    _quiet_transformers()
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task("starting", total=job.units(steps))
+
+        def advance(description: str) -> None:
+            progress.update(task, advance=1, description=description)
+
+        result = job.run(directory, steps, advance)
+    if as_json:
+        _print_json(result)
+        return
+    _demo_table(result, directory)
+
+
+def _demo_table(result: dict[str, Any], directory: Path) -> None:
+    table = Table(title="Log-prob gap on held-out text: NVFP4 rollouts (fp32 compute) against their trainers (bf16)")
+    for heading, justify in (
+        ("trainer", "left"),
+        ("rollout", "left"),
+        ("KL", "right"),
+        ("mean gap", "right"),
+        ("max gap", "right"),
+        ("perplexity", "right"),
+    ):
+        table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
+    previous = None
+    for gap in result["gaps"]:
+        if previous not in (None, gap["trainer"]):
+            table.add_section()
+        trainer = "" if gap["trainer"] == previous else gap["trainer"]
+        previous = gap["trainer"]
+        row = (f"{gap['kl']:.5f}", f"{gap['mean']:.4f}", f"{gap['max']:.3f}", f"{gap['perplexity']:.4f}")
+        table.add_row(trainer, gap["rollout"], *row)
+    out.print(table)
+    out.print(f"quantized: {result['coverage']:.1%} of the weights")
+    for name, report in result["checkpoints"].items():
+        out.print(f"verified {name}: {report}")
+    client = result["transformers"]
+    needed = (
+        "needed the patch of quads_qat.patch_transformers() (transformers #48371)"
+        if client["patch_needed"]
+        else "needed no patch"
+    )
+    equal = "equal" if client["equal_with_patch"] else "DIFFERENT"
+    out.print(f"transformers loads the compressed-tensors checkpoint: logits {equal}; it {needed}")
+    out.print(f"plot: {directory / 'gap.png'}   numbers: {directory / 'result.json'}", soft_wrap=True)
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="BF16 checkpoint directory (safetensors).")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    dialect: Annotated[Dialect, typer.Option(help="Which names and config engines find.")] = Dialect.MODELOPT,
+    recipe: Annotated[Recipe, typer.Option(help="Which arithmetic.")] = Recipe.ALIGNED,
+    scope: Annotated[Scope, typer.Option(help="Which modules.")] = Scope.ALL,
+    include: Names = None,
+    exclude: Names = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Write a W4A16 checkpoint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Quantize a BF16 checkpoint into an NVFP4 one."""
+    if not weights_only:
+        fail(
+            "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; pass --weights-only for a "
+            "W4A16 checkpoint, or observe activations in Python and use quads_qat.export_checkpoint(activations='observed')"
+        )
+    from quads_qat.export import quantize_checkpoint
+    from quads_qat.load import Checkpoint
+
+    _quiet_transformers()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task(source.name, total=None)
+        quantize_checkpoint(
+            source,
+            destination,
+            dialect=dialect,
+            recipe=recipe,
+            scope=scope,
+            include=include or (),
+            exclude=exclude or (),
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    written = Checkpoint.open(destination)
+    summary = {
+        "destination": str(destination),
+        "dialect": dialect.value,
+        "recipe": recipe.value,
+        "quantized": len(written.quantized()),
+        "bytes": written.reader.nbytes(),
+    }
+    if as_json:
+        _print_json(summary)
+    else:
+        out.print(
+            f"{destination}: {summary['quantized']} weights quantized, {summary['bytes'] / 1e6:,.1f} MB", soft_wrap=True
+        )
+
+
+@app.command()
+def verify(
+    source: Annotated[Path, typer.Argument(help="BF16 checkpoint that was quantized.")],
+    destination: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
+    recipe: Annotated[Recipe | None, typer.Option(help="Arithmetic; default: what the checkpoint records.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check, bit for bit, that an NVFP4 checkpoint is what its source quantizes to. Exit code 1 if not."""
+    from quads_qat.verify import verify_checkpoint
+
+    _quiet_transformers()
+    report = verify_checkpoint(source, destination, recipe=recipe)
+    _print_json(report.to_dict()) if as_json else out.print(str(report), soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(directory: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")], as_json: Json = False) -> None:
+    """Say what an NVFP4 checkpoint holds, and what is wrong with it. Exit code 1 if something is."""
+    from quads_qat.verify import inspect_checkpoint
+
+    summary = inspect_checkpoint(directory)
+    if as_json:
+        _print_json(summary)
+    else:
+        table = Table(show_header=False)
+        for key, value in summary.items():
+            table.add_row(key.replace("_", " "), "\n".join(value) or "none" if isinstance(value, list) else str(value))
+        out.print(table)
+    if summary["problems"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
+    b: Annotated[Path, typer.Argument(help="NVFP4 checkpoint of either dialect.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two NVFP4 checkpoints tensor by tensor. Exit code 1 if they differ."""
+    from quads_qat.verify import diff as compare
+
+    rows = list(compare(a, b))
+    if as_json:
+        _print_json({"equal": not rows, "differences": rows})
+    elif not rows:
+        out.print("the same codes, scales and values, and the same other tensors")
+    else:
+        table = Table("tensor", "codes", "block scales", "values", "max |a - b|", "note")
+        for row in rows:
+            note = row.get("difference") or (f"only in {row['only_in']}" if "only_in" in row else row.get("shapes", ""))
+            numbers = [str(row.get(key, "")) for key in ("codes", "block_scales", "values", "max_abs")]
+            table.add_row(row["name"], *numbers, str(note))
+        out.print(table)
+    if rows:
+        raise typer.Exit(1)
