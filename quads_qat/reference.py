@@ -185,11 +185,19 @@ def _quotient(x: Tensor, s: Tensor, p: Tensor, stored: Tensor, recipe: Recipe) -
     return x / (s * p)
 
 
-def _values(codes: Tensor, recipe: Recipe) -> Tensor:
-    """Float32 values of ``codes``; Model-Optimizer decodes code 8 (-0) to +0."""
-    negative_zero = 0.0 if recipe.value.startswith("modelopt") else -0.0
-    table = (*formats.E2M1_MAGNITUDES, negative_zero, *(-m for m in formats.E2M1_MAGNITUDES[1:]))
-    grid = torch.tensor(table, dtype=torch.float32, device=codes.device)
+def _grid(recipe: Recipe, device: torch.device) -> Tensor:
+    """Float32 values of the codes 0..15: the bent line of :func:`_codes` read backwards.
+
+    It is made on the device, since copying a table there would wait for the GPU.
+    """
+    codes = torch.arange(16, device=device)
+    n = (codes & 7).float()
+    magnitudes = torch.maximum(torch.maximum(0.5 * n, n - 2), 2 * n - 8)
+    values = torch.where(codes < 8, magnitudes, -magnitudes)
+    return values + 0.0 if recipe.value.startswith("modelopt") else values  # Model-Optimizer decodes code 8 (-0) to +0
+
+
+def _look_up(grid: Tensor, codes: Tensor) -> Tensor:
     return grid.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
@@ -301,9 +309,10 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     qdata, scales = q.qdata.reshape(n_blocks, BLOCK_SIZE // 2), q.block_scale.reshape(-1)
     shaped = torch.empty(q.shape, device="meta")
     p, stored = _per_block(q.per_tensor_scale, shaped), _per_block(q.stored_scale, shaped)
+    grid = _grid(q.recipe, q.device)
     for chunk in _chunks(n_blocks, q.device):
         scale = decode_scale(scales[chunk].float(), _pick(p, chunk), _pick(stored, chunk), q.recipe)
-        out[chunk] = _values(unpack_codes(qdata[chunk]), q.recipe) * scale[:, None]
+        out[chunk] = _look_up(grid, unpack_codes(qdata[chunk])) * scale[:, None]
     return out.view(q.shape)
 
 
@@ -322,8 +331,9 @@ def fake_quantize(
     """
     p, stored, source = _scales(x, per_tensor_scale, tensor_amax, recipe)
     out = torch.empty(x.numel() // BLOCK_SIZE, BLOCK_SIZE, dtype=dtype or x.dtype, device=x.device)
+    grid = _grid(recipe, x.device)
     for chunk, codes, _, scale in _encode(x, p, stored, source, recipe):
-        out[chunk] = (_values(codes, recipe) * scale).to(out.dtype).t()
+        out[chunk] = (_look_up(grid, codes) * scale).to(out.dtype).t()
     return out.view(x.shape)
 
 
