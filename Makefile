@@ -8,7 +8,8 @@ INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
-	$(BIN)/quads-qat demo
+	rm -rf quads-qat-demo
+	$(BIN)/quads-qat demo --out quads-qat-demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -q

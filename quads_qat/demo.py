@@ -196,7 +196,7 @@ def _plot(gaps: list[dict[str, Any]], path: Path) -> None:
     axis.margins(y=0.15)
     axis.set_ylabel("KL(rollout, trainer), nats per byte")
     axis.set_title("Where the log-prob gap comes from: NVFP4 rollouts against their trainers")
-    axis.legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(ROLLOUTS), frameon=False, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
