@@ -13,11 +13,12 @@ from quads_qat.convert import (
     revert,
 )
 from quads_qat.diagnose import gap_stats
-from quads_qat.export import bucketed, export_checkpoint, export_metadata, export_weights, quantize_checkpoint
+from quads_qat.export import export_checkpoint, quantize_checkpoint
 from quads_qat.integrations.transformers import patch_transformers
 from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.verify import diff, verify, verify_checkpoint
+from quads_qat.weight_stream import bucketed, export_metadata, export_weights
 
 __version__ = "0.1.0"
 __all__ = [

@@ -34,14 +34,23 @@ class Reader:
         self.config = read_json(self.path / "config.json")
         index = self.path / INDEX
         if index.exists():
-            self._file_of: dict[str, str] = read_json(index).get("weight_map", {})
+            self._file_of: dict[str, str] = read_json(index).get("weight_map") or {}
+            if (
+                not self._file_of
+                or not isinstance(self._file_of, dict)
+                or not all(isinstance(f, str) for f in self._file_of.values())
+            ):
+                raise ValueError(f"{index}: must hold a weight_map of tensor name -> file; download it again")
         elif (self.path / SINGLE).exists():
             self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         else:
             raise ValueError(
                 f"{self.path}: holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints can be read"
             )
-        for file in sorted(set(self._file_of.values())):
+        self._names_in: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            self._names_in.setdefault(file, []).append(name)
+        for file in sorted(self._names_in):
             if not (self.path / file).exists():
                 raise ValueError(f"{self.path}: shard {file} is missing; download or export the checkpoint again")
         self._handles: dict[str, Any] = {}
@@ -56,7 +65,8 @@ class Reader:
         file = self._file_of[name]
         if file not in self._handles:
             handle = self._open(file)
-            absent = [n for n, f in self._file_of.items() if f == file and n not in set(handle.keys())]
+            present = set(handle.keys())
+            absent = [n for n in self._names_in[file] if n not in present]
             if absent:
                 raise ValueError(f"{self.path / file} lacks {absent[0]}, which the index places there; it is damaged")
             self._handles[file] = handle
@@ -69,11 +79,12 @@ class Reader:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def get(self, name: str) -> Tensor:
-        """Read one tensor."""
+    def get(self, name: str, index: int | None = None) -> Tensor:
+        """Read one tensor, or its ``[index]`` alone."""
         if name not in self._file_of:
             raise ValueError(f"{self.path}: tensor {name} is missing")
-        return self._handle(name).get_tensor(name)
+        handle = self._handle(name)
+        return handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the header."""
@@ -81,7 +92,7 @@ class Reader:
 
     def nbytes(self) -> int:
         """Size of all shards."""
-        return sum((self.path / file).stat().st_size for file in set(self._file_of.values()))
+        return sum((self.path / file).stat().st_size for file in self._names_in)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -117,8 +128,9 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
     parent = destination.absolute().parent
     if not parent.is_dir():
         raise ValueError(f"{parent}: no such directory; create it first")
-    partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
+    partial = None
     try:
+        partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
         partial.chmod(0o755)
         yield partial
         if destination.exists():
@@ -129,7 +141,8 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
             f"{destination}: could not be written ({error.strerror or error}); nothing was left behind"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:

@@ -7,16 +7,13 @@ selection of ``convert``; there is no second set of naming rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quads_qat import names
+from quads_qat.checkpoint_io import Reader
 from quads_qat.config import Dialect
 from quads_qat.convert import Conversion, Weight
 from quads_qat.experts import ExpertsLayout, layout_of
@@ -48,6 +45,11 @@ class DiskWeight:
     whole_stack: bool = False
 
     @property
+    def stored_transposed(self) -> bool:
+        """Codes and scales are [E, K, N] on disk too."""
+        return self.whole_stack and self.source_transposed
+
+    @property
     def scale_key(self) -> tuple[str, int | None]:
         """Disk weights with equal keys share one per-tensor scale."""
         return self.weight.group, self.expert if self.weight.format.per_expert else None
@@ -61,10 +63,11 @@ class DiskWeight:
         qdata, block_scale = (cut(t, self.expert, self.rows) for t in (q.qdata, q.block_scale))
         return NVFP4Tensor(qdata, block_scale, scale(q.per_tensor_scale), q.recipe, scale(q.stored_scale))
 
-    def of_source(self, tensor: Tensor) -> Tensor:
+    def read_source(self, reader: Reader) -> Tensor:
         """This part of the BF16 tensor on disk, blocks along the last dim, cast as the exporter casts masters."""
+        tensor = reader.get(self.source, self.source_expert)  # not the whole stack for each of its experts
         tensor = tensor.mT if self.source_transposed else tensor
-        return cut(tensor, self.source_expert, self.source_rows).to(self.weight.format.export_dtype)
+        return cut(tensor, None, self.source_rows).to(self.weight.format.export_dtype)
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,33 @@ def layer_of(name: str) -> str:
     return match.group() if match else ""
 
 
+def natural_order(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key by which layer 10 comes after layer 9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def export_plan(model: nn.Module, conversion: Conversion, dialect: Dialect) -> Plan:
+    """:func:`disk_plan` for writing.
+
+    Raises:
+        ValueError: weights that the checkpoint format of the architecture merges or permutes: names their modules.
+    """
+    try:
+        return disk_plan(model, conversion, dialect)
+    except names.DiskLayoutError as error:
+        modules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.rpartition(".")[0]): None for name in error.parameters}
+        raise ValueError(
+            f"export: {', '.join(modules)}: checkpoints of {type(model).__name__} merge these weights with others or "
+            f"permute their rows, which no NVFP4 layout covers; convert with exclude={list(modules)}"
+        ) from error
+
+
 def disk_plan(model: nn.Module, conversion: Conversion, dialect: Dialect) -> Plan:
-    """Plan the disk weights of a selection, in the order of the model's parameters."""
+    """Plan the disk weights of a selection, in the order of the model's parameters.
+
+    Raises:
+        DiskLayoutError: (a ValueError) weights that are no slices of rows on disk.
+    """
     weights = conversion.weights
     found = names.disk_tensors(model, {name: weight.format.transposed for name, weight in weights.items()})
     plan = Plan([], [])
@@ -171,50 +199,3 @@ def conversion_shape(conversion: Conversion, parameter: str) -> torch.Size:
 def conversion_ndim(conversion: Conversion, parameter: str) -> int:
     """Rank of a selected parameter in memory."""
     return len(conversion_shape(conversion, parameter))
-
-
-# ------------------------------------------------------------------------------------------------------------ skeletons
-
-
-def skeleton(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """The transformers model of a checkpoint directory: parameters on meta, buffers real, no weights read.
-
-    Raises:
-        ValueError: an architecture that the installed transformers does not have.
-    """
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path}: transformers {transformers.__version__} cannot read config.json ({error})"
-        ) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    names_ = getattr(config, "architectures", None) or []
-    architecture = getattr(transformers, names_[0], None) if names_ else None
-    if architecture is None:
-        raise ValueError(
-            f"{path}: config.json names the architecture {names_}, which transformers {transformers.__version__} does not have"
-        )
-    with _parameters_on_meta():
-        model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
-    return model.eval()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, new parameters take no memory; buffers (rotary tables) are computed as ever."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: Any) -> None:
-        original(module, name, param)
-        if param is not None:
-            module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-
-    nn.Module.register_parameter = register  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original

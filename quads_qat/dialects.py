@@ -35,8 +35,16 @@ _EXPORTABLE = {
     ),
     Dialect.COMPRESSED_TENSORS: (Recipe.ALIGNED, Recipe.LLM_COMPRESSOR),
 }
-FOREIGN_RECIPE = {Dialect.MODELOPT: Recipe.MODELOPT, Dialect.COMPRESSED_TENSORS: Recipe.LLM_COMPRESSOR}
-"""How checkpoints that others wrote decode."""
+FOREIGN_RECIPES = {
+    Dialect.MODELOPT: (
+        Recipe.MODELOPT,
+        Recipe.MODELOPT_IEEE,
+        Recipe.MODELOPT_STATIC,
+        Recipe.MODELOPT_STATIC_IEEE,
+    ),
+    Dialect.COMPRESSED_TENSORS: (Recipe.LLM_COMPRESSOR,),
+}
+"""What may have made a checkpoint that others wrote; recipes of one dialect decode alike."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ def stored(p: Tensor, own_form: Tensor, recipe: Recipe, dialect: Dialect) -> Ten
 
 
 def write(name: str, q: NVFP4Tensor, dialect: Dialect, *, transposed: bool = False) -> dict[str, Tensor]:
-    """The tensors of one quantized weight: fresh, contiguous. ``transposed``: codes and scales go to disk as [.., K, N]."""
+    """The tensors of one quantized weight: fresh, contiguous. ``transposed``: codes and scales go out as [.., K, N]."""
     names = tensor_names(name, dialect)
     qdata, block_scale = q.qdata, q.block_scale.view(torch.uint8)
     if transposed:
@@ -115,7 +123,8 @@ def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe
     qdata, block_scale, scale = (tensors[n] for n in names.weight)
     if qdata.dtype != torch.uint8 or block_scale.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"{names.qdata} must be uint8 and {names.block_scale} float8_e4m3fn, got {qdata.dtype} and {block_scale.dtype}"
+            f"{names.qdata} must be uint8 and {names.block_scale} float8_e4m3fn, got {qdata.dtype} and "
+            f"{block_scale.dtype}"
         )
     if scale.numel() != 1 or not bool(torch.isfinite(scale).all() & (scale > 0).all()):
         raise ValueError(f"{names.scale} must be one finite number > 0, got {scale.flatten()[:4].tolist()}")
@@ -172,6 +181,7 @@ def quantization_config(dialect: Dialect, ignore: list[str], *, weights_only: bo
         "global_compression_ratio": None,
         "ignore": ignore,
         "kv_cache_scheme": None,
+        "moe_sparsity_config": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, names, ops
-from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan, skeleton
+from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
 from quads_qat.convert import Conversion, install, install_packed, select
 from quads_qat.experts import layout_of
 from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key
+from quads_qat.skeleton import skeleton
 
 
 @dataclass
@@ -29,12 +31,14 @@ class Checkpoint:
         dialect: how they are named.
         weights_only: a W4A16 checkpoint.
         recipe: how codes decode; from the ``quads_qat`` entry of config.json, else the dialect's usual writer.
+        foreign: others wrote it; its recipe is known up to what decodes alike.
     """
 
     reader: checkpoint_io.Reader
     dialect: Dialect
     weights_only: bool
     recipe: Recipe
+    foreign: bool = False
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -45,11 +49,15 @@ class Checkpoint:
         """
         reader = checkpoint_io.Reader(path)
         dialect, weights_only = dialects.parse_config(reader.config, str(path))
-        recipe = reader.config.get("quads_qat", {}).get("recipe")
-        return cls(reader, dialect, weights_only, Recipe(recipe) if recipe else dialects.FOREIGN_RECIPE[dialect])
+        ours = reader.config.get("quads_qat")
+        if not isinstance(ours, dict):
+            return cls(reader, dialect, weights_only, dialects.FOREIGN_RECIPES[dialect][0], foreign=True)
+        recipe = Recipe(ours.get("recipe"))
+        dialects.check_recipe(recipe, dialect)
+        return cls(reader, dialect, weights_only, recipe)
 
     def quantized(self) -> list[str]:
-        """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, from the tensor names alone."""
+        """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, by the tensor names alone."""
         endings = {".weight_scale": ".weight", "_weight_scale": ""}
         found = []
         for name in self.reader.names():
@@ -86,18 +94,18 @@ class Checkpoint:
         Raises:
             ValueError: nothing is, some parts of a parameter are and others not, or a quantized tensor has no place.
         """
-        on_disk = set(self.quantized())
         candidates = [name for name, module in model.named_modules() if _can_be_packed(module)]
-        every = select(model, recipe=self.recipe, only=candidates)
+        try:
+            every = disk_plan(model, select(model, recipe=self.recipe, only=candidates), self.dialect)
+        except names.DiskLayoutError as error:  # merged on disk: those cannot be quantized there
+            merged = {parameter.rpartition(".")[0] for parameter in error.parameters}
+            candidates = [name for name in candidates if name not in merged]
+            every = disk_plan(model, select(model, recipe=self.recipe, only=candidates), self.dialect)
+        on_disk = set(self.quantized())
+        self._require_placed(model, on_disk - {disk.name for disk in every.weights})
         present: dict[str, list[bool]] = {}
-        unplaced = set(on_disk)
-        for disk in disk_plan(model, every, self.dialect).weights:
+        for disk in every.weights:
             present.setdefault(disk.weight.module, []).append(disk.name in on_disk)
-            unplaced.discard(disk.name)
-        if unplaced:
-            raise ValueError(
-                f"{self.reader.path}: {min(unplaced)} is quantized, but {type(model).__name__} has no such weight"
-            )
         for module, found in present.items():
             if any(found) and not all(found):
                 raise ValueError(
@@ -105,6 +113,14 @@ class Checkpoint:
                 )
         conversion = select(model, recipe=self.recipe, only=[m for m, found in present.items() if all(found)])
         return conversion, disk_plan(model, conversion, self.dialect)
+
+    def _require_placed(self, model: nn.Module, unplaced: set[str]) -> None:
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # MTP layers, say
+        lost = [name for name in sorted(unplaced) if not any(re.search(pattern, name) for pattern in ignored)]
+        if lost:
+            raise ValueError(
+                f"{self.reader.path}: {lost[0]} is quantized, but {type(model).__name__} has no such weight"
+            )
 
 
 def _can_be_packed(module: nn.Module) -> bool:
@@ -150,14 +166,12 @@ def load_rollout(
         scale = ActivationScale(activation_scale or ActivationScale.PER_TOKEN)
         activation = ActivationFormat(scale=scale, recipe=Recipe(activation_recipe))
         residual = residual or ResidualConfig()
-    model = skeleton(path, dtype)
+    model = skeleton(path, checkpoint.reader.names(), dtype)
     conversion, plan = checkpoint.plan(model)
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
     for parameter, disks in _by_parameter(plan).items():
-        packed[parameter] = _assemble(
-            model, disks, [checkpoint.read(d.name, transposed=_on_disk_transposed(d)) for d in disks]
-        )
+        packed[parameter] = _assemble(model, disks, [_read(checkpoint, model, disk) for disk in disks])
         amaxes[parameter] = _shared_input_amax(checkpoint, disks, required=static)
         conversion.observers[activation_key(disks[0].weight.group)].amax = amaxes[parameter]
     _fill_rest(model, checkpoint.reader, plan)
@@ -172,22 +186,29 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly.
     """
     checkpoint = Checkpoint.open(path)
-    model = skeleton(path, dtype)
+    model = skeleton(path, checkpoint.reader.names(), dtype)
     _, plan = checkpoint.plan(model)
     for parameter, disks in _by_parameter(plan).items():
         meta = model.get_parameter(parameter)
         value = torch.empty(meta.shape, dtype=meta.dtype)
         oriented = value.mT if disks[0].weight.format.transposed else value
         for disk in disks:
-            q = checkpoint.read(disk.name, transposed=_on_disk_transposed(disk))
+            q = _read(checkpoint, model, disk)
             cut(oriented, disk.expert, disk.rows).copy_(ops.dequantize(q, meta.dtype))
         _assign(model, parameter, value)
     _fill_rest(model, checkpoint.reader, plan)
     return _finish(model, path)
 
 
-def _on_disk_transposed(disk: DiskWeight) -> bool:
-    return disk.whole_stack and disk.source_transposed
+def _read(checkpoint: Checkpoint, model: nn.Module, disk: DiskWeight) -> NVFP4Tensor:
+    q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
+    parameter = model.get_parameter(disk.weight.name)
+    expected = cut(parameter.mT if disk.weight.format.transposed else parameter, disk.expert, disk.rows).shape
+    if q.shape != expected:
+        raise ValueError(
+            f"{checkpoint.reader.path}: {disk.name} must decode to shape {list(expected)}, got {list(q.shape)}"
+        )
+    return q
 
 
 def _by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:
@@ -249,7 +270,7 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
     """(name in memory, value) of every parameter and buffer that the plan does not quantize.
 
     Raises:
-        ValueError: a tensor is missing, or cannot be found on disk because the architecture merges it there.
+        ValueError: a tensor is missing.
     """
     state = model.state_dict()
     parameters = dict(model.named_parameters())
@@ -261,27 +282,34 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
     found_otherwise = {*split, *(disk.weight.name for disk in plan.weights)}
     rest = [n for n in names.state_dict_names(model) if n not in found_otherwise]
     matrices = {n: _is_transposed_stack(model, n) for n in rest if n in parameters and state[n].ndim in (2, 3)}
-    for name, disks in itertools.groupby(names.disk_tensors(model, matrices), key=lambda disk: disk.parameter):
+    try:
+        disks = names.disk_tensors(model, matrices)
+    except names.DiskLayoutError as error:
+        matrices = {n: transposed for n, transposed in matrices.items() if n not in error.parameters}
+        disks = names.disk_tensors(model, matrices)
+    for name, of_parameter in itertools.groupby(disks, key=lambda disk: disk.parameter):
         value = torch.empty_like(state[name], device="cpu")
-        for disk in disks:
+        for disk in of_parameter:
             tensor = reader.get(disk.name)
-            disk.select(value, transposed_memory=matrices[name]).copy_(tensor.mT if disk.transposed else tensor)
+            tensor = tensor.mT if disk.transposed else tensor
+            _fill(disk.select(value, transposed_memory=matrices[name]), tensor, f"{reader.path}: {disk.name}")
         yield name, value
-    for name in (n for n in rest if n not in matrices):
-        yield name, reader.get(_name_of_vector(model, name, state[name])).to(state[name].dtype)
+    by_element = [n for n in rest if n not in matrices]
+    values = {n: torch.empty_like(state[n], device="cpu", memory_format=torch.contiguous_format) for n in by_element}
+    for elements in names.disk_elements(model, by_element):
+        elements.scatter(reader.get(elements.name), values)
+    yield from values.items()
+
+
+def _fill(place: Tensor, tensor: Tensor, name: str) -> None:
+    if place.shape != tensor.shape:  # copy_ would broadcast
+        raise ValueError(f"{name} must have shape {list(place.shape)}, got {list(tensor.shape)}")
+    place.copy_(tensor)
 
 
 def _is_transposed_stack(model: nn.Module, name: str) -> bool:
     layout = layout_of(model.get_submodule(name.rpartition(".")[0]))
     return layout is not None and layout.transposed and name.rpartition(".")[2] in layout.parameters
-
-
-def _name_of_vector(model: nn.Module, name: str, value: Tensor) -> str:
-    """Disk name of a vector (norm, bias, buffer), which no architecture cuts or merges."""
-    converted = names.disk_state(model, {name: torch.empty(value.shape, device="meta")})
-    if len(converted) != 1 or next(iter(converted.values())).shape != value.shape:
-        raise ValueError(f"load: {name} is merged with others on disk in this architecture; it cannot be read yet")
-    return next(iter(converted))
 
 
 def _assign(model: nn.Module, name: str, value: Tensor) -> None:
@@ -300,5 +328,5 @@ def _finish(model: nn.Module, path: str | Path) -> nn.Module:
     if (Path(path) / "generation_config.json").exists() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(str(path))
+        model.generation_config = GenerationConfig.from_pretrained(str(path))  # pyright: ignore[reportArgumentType]
     return model.requires_grad_(False).eval()

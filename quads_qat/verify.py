@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, ops
 from quads_qat.autograd import fake_quantize_weight, group_amax
-from quads_qat.checkpoint_plan import cut, disk_plan
+from quads_qat.checkpoint_plan import DiskWeight, cut, disk_plan
 from quads_qat.config import Mode, Recipe
 from quads_qat.convert import conversion_of
-from quads_qat.dialects import tensor_names
-from quads_qat.export import export_rest, plan_checkpoint, scale_groups_on_disk
+from quads_qat.dialects import FOREIGN_RECIPES, tensor_names
+from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
 from quads_qat.scale_groups import group_key
+from quads_qat.weight_stream import CACHE_SCALES, export_rest
 
 
 class VerificationError(ValueError):
@@ -70,7 +71,8 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
         return None
     first = tuple(wrong.nonzero()[0].tolist())
     count = int(wrong.sum())
-    return f"{count} of {wrong.numel()} elements, first at {first}: {actual[first].item()} against {expected[first].item()}"
+    values = f"{actual[first].item()} against {expected[first].item()}"
+    return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -96,10 +98,7 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
     checkpoint = Checkpoint.open(path)
-    if checkpoint.recipe is not conversion.recipe:
-        raise ValueError(
-            f"verify: the model trains with recipe '{conversion.recipe}', {path} was made with '{checkpoint.recipe}'"
-        )
+    _require_recipe(checkpoint, conversion.recipe)
     plan = disk_plan(root, conversion, checkpoint.dialect)
     report = Report()
     trained: dict[str, Tensor] = {}
@@ -110,55 +109,75 @@ def verify(model: nn.Module, path: str | Path) -> Report:
             amax = group_amax(conversion.groups[weight.group].weights(), fmt)
             value = fake_quantize_weight(master, amax, fmt, fmt.export_dtype)
             trained = {weight.name: value.mT if fmt.transposed else value}
-        q = checkpoint.read(disk.name, transposed=disk.whole_stack and disk.source_transposed)
-        if how := difference(
-            ops.dequantize(q, fmt.export_dtype), cut(trained[weight.name].cpu(), disk.expert, disk.rows)
-        ):
-            report.differences[disk.name] = how
-        report.quantized += 1
+        _compare_quantized(report, checkpoint, disk, cut(trained[weight.name], disk.expert, disk.rows).cpu())
     extra = set(checkpoint.quantized()) - {disk.name for disk in plan.weights}
     report.differences |= dict.fromkeys(sorted(extra), "quantized in the checkpoint, not in the model")
     for name, tensor in export_rest(root, conversion, plan):
-        if name not in checkpoint.reader:
-            report.differences[name] = "missing in the checkpoint"
-        elif how := difference(checkpoint.reader.get(name), tensor):
-            report.differences[name] = how
-        report.other += 1
+        _compare(report, checkpoint.reader, name, tensor)
     return report.raise_if_different()
 
 
 def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | str | None = None) -> Report:
     """Compare an NVFP4 checkpoint with its BF16 source: every weight is fake-quantized anew and compared in its bits.
 
-    ``recipe`` None: the one that the checkpoint records, else its dialect's usual writer.
+    Args:
+        source: the BF16 checkpoint.
+        path: the NVFP4 checkpoint.
+        recipe: for a checkpoint that others wrote; None: Model-Optimizer's arithmetic on a GPU, or llm-compressor's.
+            Our own say it themselves.
+
+    Returns:
+        All differences; :meth:`Report.raise_if_different` makes an error of them.
     """
     checkpoint = Checkpoint.open(path)
     if recipe is not None:
+        _require_recipe(checkpoint, Recipe(recipe))
         checkpoint.recipe = Recipe(recipe)
     reader = checkpoint_io.Reader(source)
-    quantized = set(checkpoint.quantized())
-    model, _, _ = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe)
-    conversion, plan = checkpoint.plan(model)
+    model = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe)[0]
+    _, plan = checkpoint.plan(model)
     report = Report()
     for group in scale_groups_on_disk(plan):
-        tensors = [disk.of_source(reader.get(disk.source)) for disk in group]
+        tensors = [disk.read_source(reader) for disk in group]
         amax = ops.amax(*tensors)
         for disk, tensor in zip(group, tensors, strict=True):
             expected = ops.fake_quantize(tensor, tensor_amax=amax, recipe=checkpoint.recipe)
-            q = checkpoint.read(disk.name, transposed=disk.whole_stack and disk.source_transposed)
-            if how := difference(ops.dequantize(q, expected.dtype), expected):
-                report.differences[disk.name] = how
-            report.quantized += 1
-    sources = {d.source for d in plan.weights}
-    split = {b.source: b for b in plan.biases}
+            _compare_quantized(report, checkpoint, disk, expected)
+    expected_names = {name for disk in plan.weights for name in _tensors_of(checkpoint, disk.name)}
+    in_high_precision = {bias.source for bias in plan.biases} | {disk.source for disk in plan.weights}
     for bias in plan.biases:
         _compare(report, checkpoint.reader, bias.name, bias.of_source(reader.get(bias.source)))
-    for name in (n for n in reader.names() if n not in sources and n not in split):
+        expected_names.add(bias.name)
+    for name in (n for n in reader.names() if n not in in_high_precision):
         _compare(report, checkpoint.reader, name, reader.get(name))
-    report.differences |= dict.fromkeys(
-        sorted(quantized - {d.name for d in plan.weights}), "not a weight of the source"
-    )
+        expected_names.add(name)
+    for name in checkpoint.reader.names():
+        if name not in expected_names and not name.endswith(CACHE_SCALES):
+            report.differences[name] = "not in the source"
     return report
+
+
+def _require_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    alike = FOREIGN_RECIPES[checkpoint.dialect] if checkpoint.foreign else (checkpoint.recipe,)
+    if recipe not in alike:
+        made = " or ".join(f"'{r}'" for r in alike)
+        raise ValueError(
+            f"verify: {checkpoint.reader.path} was made with recipe {made}, not with '{recipe}'; convert the model "
+            f"with recipe={alike[0].value!r}, or export it again"
+        )
+
+
+def _compare_quantized(report: Report, checkpoint: Checkpoint, disk: DiskWeight, expected: Tensor) -> None:
+    report.quantized += 1
+    try:
+        q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
+        if not checkpoint.weights_only and checkpoint.input_amax(disk.name) is None:
+            raise ValueError("its activation scale is missing, which a W4A4 checkpoint needs")
+    except ValueError as error:
+        report.differences[disk.name] = str(error)
+        return
+    if how := difference(ops.dequantize(q, expected.dtype), expected):
+        report.differences[disk.name] = how
 
 
 def _compare(report: Report, reader: checkpoint_io.Reader, name: str, expected: Tensor) -> None:
@@ -174,7 +193,8 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
 
     Yields:
         One row per weight or other tensor that differs: ``name``, and for weights ``codes``, ``block_scales``,
-        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values).
+        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values) and, where it differs,
+        ``input_amax`` (what the activation scale stands for; None: there is no such scale).
     """
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     weights = [set(c.quantized()) for c in (first, second)]
@@ -193,7 +213,10 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
             "values": int((va != vb).sum()),
             "max_abs": float((va - vb).abs().max()) if va.numel() else 0.0,
         }
-        if any(row[key] for key in ("codes", "block_scales", "values")):
+        amaxes = [None if amax is None else amax.item() for amax in (c.input_amax(name) for c in (first, second))]
+        if amaxes[0] != amaxes[1]:
+            row["input_amax"] = amaxes
+        if "input_amax" in row or any(row[key] for key in ("codes", "block_scales", "values")):
             yield row
     others = [set(c.reader.names()) - _quantized_tensors(c) for c in (first, second)]
     for name in sorted(others[0] ^ others[1]):
@@ -203,17 +226,12 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
             yield {"name": name, "difference": how}
 
 
-def _quantized_tensors(checkpoint: Checkpoint) -> set[str]:
-    named = [tensor_names(name, checkpoint.dialect) for name in checkpoint.quantized()]
-    return {n for t in named for n in (*t.weight, t.input_scale)}
-
-
 def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """What an NVFP4 checkpoint holds, from its files alone.
 
     Returns:
-        ``dialect``, ``recipe``, ``activations``, numbers of weights and bytes, and ``problems``: scales that are missing,
-        zero or NaN, activation scales that are missing in part, fused weights whose scales differ.
+        ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, and ``problems``: scales
+        that are missing, zero or NaN, activation scales missing in part, fused weights whose scales differ.
     """
     checkpoint = Checkpoint.open(path)
     problems: list[str] = []
@@ -236,10 +254,9 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         problems.append(
             f"{len(weights) - with_input} of {len(weights)} weights of a W4A4 checkpoint have no activation scale"
         )
-    recorded = checkpoint.reader.config.get("quads_qat", {})
     return {
         "dialect": checkpoint.dialect.value,
-        "recipe": f"{checkpoint.recipe}" + ("" if recorded else " (assumed: the checkpoint does not say)"),
+        "recipe": f"{checkpoint.recipe}" + (" (assumed: the checkpoint does not say)" if checkpoint.foreign else ""),
         "weights": "W4A16" if checkpoint.weights_only else "W4A4",
         "quantized_weights": len(weights),
         "quantized_elements": elements,
@@ -247,3 +264,12 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "bytes": checkpoint.reader.nbytes(),
         "problems": problems,
     }
+
+
+def _quantized_tensors(checkpoint: Checkpoint) -> set[str]:
+    return {tensor for name in checkpoint.quantized() for tensor in _tensors_of(checkpoint, name)}
+
+
+def _tensors_of(checkpoint: Checkpoint, weight: str) -> tuple[str, ...]:
+    names = tensor_names(weight, checkpoint.dialect)
+    return (*names.weight, names.input_scale)

@@ -14,12 +14,24 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "quads_qat"
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("L0a", ("formats", "packing", "qtensor", "config", "scale_groups", "names")),
-    ("L0b", ("reference", "kernels")),
+    (
+        "L0a",
+        (
+            *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
+            *("dialects", "checkpoint_io", "skeleton"),
+        ),
+    ),
+    ("L0b", ("reference", "reference_matmul", "kernels")),
     ("L1", ("ops",)),
     ("L2", ("autograd",)),
     ("L3", ("linear", "experts", "residual")),
-    ("L4", ("convert", "export", "load", "weight_sync", "diagnose", "demo", "integrations")),
+    (
+        "L4",
+        (
+            *("convert", "diagnose", "demo", "integrations"),
+            *("checkpoint_plan", "weight_stream", "weight_sync", "export", "load", "verify"),
+        ),
+    ),
     ("L5", ("cli", "__main__")),
     ("top", ("__init__",)),  # may import anything; only L5, the programs, may import it
 )

@@ -1,0 +1,85 @@
+"""A checkpoint's model without its weights: the architecture of config.json with all parameters on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quads_qat.checkpoint_io import read_json
+
+
+def skeleton(path: str | Path, disk_names: Collection[str], dtype: torch.dtype | None = None) -> nn.Module:
+    """The transformers model of a checkpoint directory: parameters on meta, buffers real, no weights read.
+
+    Args:
+        path: directory with a config.json.
+        disk_names: the names of its tensors. They decide about a prefix that the architecture may have on disk.
+        dtype: of the parameters; None: the config's.
+
+    Raises:
+        ValueError: an architecture that the installed transformers does not have.
+    """
+    import transformers
+
+    listed = read_json(Path(path) / "config.json").get("architectures") or []
+    architecture: Any = getattr(transformers, listed[0], None) if listed else None
+    if architecture is None:
+        raise ValueError(
+            f"{path}: config.json must name an architecture of transformers {transformers.__version__}, got "
+            f"architectures={listed}; install a release that has it, or correct the entry"
+        )
+    try:
+        config = architecture.config_class.from_pretrained(str(path))
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with _parameters_on_meta():
+            model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
+    except Exception as error:  # whatever one of transformers' configs or models raises
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} cannot build {listed[0]} from config.json "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    _adopt_prefix(model, disk_names)
+    return model.eval()
+
+
+def _adopt_prefix(model: nn.Module, disk_names: Collection[str]) -> None:
+    """Record a prefix of names on disk (text models cut out of multimodal ones), as ``from_pretrained`` does."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)  # pyright: ignore[reportArgumentType]
+    kept, adopted = [], False
+    for conversion in conversions:
+        if isinstance(conversion, PrefixChange):
+            inside = f"{conversion.model_prefix}." if conversion.model_prefix else ""
+            prefix = f"{inside}{conversion.prefix_to_remove}."
+            of_whole_model = conversion.prefix_to_remove is not None and conversion.scope_prefix is None
+            if not of_whole_model or not any(name.startswith(prefix) for name in disk_names):
+                continue
+            adopted = True
+        kept.append(conversion)
+    if adopted:
+        model.__dict__["_weight_conversions"] = kept
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, new parameters take no memory; buffers (rotary tables) are computed as ever."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: Any) -> None:
+        original(module, name, param)
+        if param is not None and not param.is_meta:  # one that is there already may be tied: it must stay the same
+            module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original

@@ -1,0 +1,303 @@
+"""From a trainer model to the tensors of an NVFP4 checkpoint, one by one: what engines load, and files hold.
+
+The codes come from ``convert.quantize_weight``, which is also what the model's forward multiplies by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat import dialects, names, ops
+from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, export_plan, layer_of, natural_order
+from quads_qat.config import Dialect, Mode
+from quads_qat.convert import Conversion, Weight, conversion_of, quantize_weight
+from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import activation_key
+
+ActivationScales = str | Mapping[str, Any]
+
+CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+"""Scales of a quantized KV cache, which engines take from the checkpoint as they are."""
+
+
+def export_weights(
+    model: nn.Module,
+    dialect: Dialect | str,
+    *,
+    activations: ActivationScales = "none",
+    group_by: str = "layer",
+    ranks: str | int = "all",
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the whole checkpoint, layer by layer, in the names that engines load.
+
+    Args:
+        model: converted to w4a16 or w4a4; read anew at every call.
+        dialect: ``modelopt`` or ``compressed-tensors``.
+        activations: ``none`` (a W4A16 checkpoint), ``observed`` (W4A4, from ``observe_activations``), or a mapping from
+            tensor names on disk (``...q_proj.input_scale``, also ``...k_proj.k_scale``) to what the dialect stores.
+        group_by: ``layer``: all tensors of a layer follow each other.
+        ranks: ``all`` yields on every rank, a number on that rank only.
+
+    Yields:
+        Fresh tensors on the model's device; at most one parameter's codes more than the model are in memory.
+
+    Raises:
+        ValueError: an unconverted or rollout model, meta weights, NaN or inf in a weight, a recipe that the dialect
+            cannot carry, missing observations. Raised at the call, before the first tensor, wherever possible.
+    """
+    root, conversion, dialect = prepare(model, dialect, "export_weights")
+    if group_by != "layer":
+        raise ValueError(f"export_weights: group_by must be 'layer', got {group_by!r}")
+    plan = export_plan(root, conversion, dialect)
+    scales = input_scales(plan, conversion, dialect, activations)
+    if ranks != "all" and torch.distributed.is_initialized() and torch.distributed.get_rank() != ranks:
+        return iter(())
+    source = _Source(lambda weight: quantize_weight(root, conversion, weight), _rest(root, conversion), scales)
+    return _stream(root, plan, dialect, source)
+
+
+def export_metadata(
+    model: nn.Module, dialect: Dialect | str, *, activations: ActivationScales = "none"
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """(name, dtype, shape) of everything that :func:`export_weights` yields, in its order, without quantizing.
+
+    It refuses what export would refuse, values aside: call it after ``convert`` and before a long run.
+    """
+    root, conversion, dialect = prepare(model, dialect, "export_metadata")
+    plan = export_plan(root, conversion, dialect)
+    scales = input_scales(plan, conversion, dialect, activations)
+    source = _Source(
+        lambda weight: _empty(root.get_parameter(weight.name).shape, weight),
+        {n: (t.detach().to("meta"), dtype) for n, (t, dtype) in _rest(root, conversion).items()},
+        {name: torch.empty_like(s, device="meta") for name, s in scales.items()},
+    )
+    return [(name, t.dtype, tuple(t.shape)) for name, t in _stream(root, plan, dialect, source)]
+
+
+def export_rest(root: nn.Module, conversion: Conversion, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, tensor) of everything that stays in high precision, layer by layer."""
+    rest, biases = _rest(root, conversion), _biases_by_source(plan)
+    for layer in by_layer(rest).values():
+        yield from _rest_of_layer(root, {name: rest[name] for name in layer}, biases)
+
+
+def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Module, Conversion, Dialect]:
+    """The converted module, its record and the dialect, if it can be exported."""
+    dialect = Dialect(dialect)
+    root, conversion = conversion_of(model, who)
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError(
+            f"{who}: a rollout model holds packed weights only; export the trainer model that it came from"
+        )
+    dialects.check_recipe(conversion.recipe, dialect)
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{who}: {name} is on the meta device and has no values; load the weights first")
+    return root, conversion, dialect
+
+
+# --------------------------------------------------------------------------------------------------------------- stream
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a stream's tensors come from: real ones, or meta ones to learn names, dtypes and shapes."""
+
+    quantize: Callable[[Weight], NVFP4Tensor]
+    rest: dict[str, tuple[Tensor, torch.dtype]]
+    scales: dict[str, Tensor]
+
+
+def _stream(root: nn.Module, plan: Plan, dialect: Dialect, source: _Source) -> Iterator[tuple[str, Tensor]]:
+    parts: dict[str, list[DiskWeight]] = {}
+    for disk in plan.weights:
+        parts.setdefault(disk.weight.name, []).append(disk)
+    extra = cache_scales(plan, dialect, source.scales)
+    biases = _biases_by_source(plan)
+    for layer in by_layer([*parts, *source.rest, *extra]).values():
+        for parameter in (name for name in layer if name in parts):
+            q = source.quantize(parts[parameter][0].weight)
+            for disk in parts[parameter]:
+                yield from emit(disk, disk.of_parameter(q), dialect, source.scales)
+            del q
+        yield from _rest_of_layer(root, {n: source.rest[n] for n in layer if n in source.rest}, biases)
+        yield from ((name, extra[name].clone()) for name in layer if name in extra)
+
+
+def emit(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect, scales: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one quantized weight, its activation scale included if there is one."""
+    _require_finite_decode(disk, q)
+    yield from dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed).items()
+    input_scale = dialects.tensor_names(disk.name, dialect).input_scale
+    if input_scale in scales:
+        yield input_scale, scales[input_scale].clone()
+
+
+def _require_finite_decode(disk: DiskWeight, q: NVFP4Tensor) -> None:
+    if disk.weight.format.export_dtype != torch.float16 or q.qdata.is_meta:
+        return
+    if not bool(torch.isfinite(ops.dequantize(q, torch.float16)).all()):
+        raise ValueError(
+            f"{disk.name}: fp16 weights from 64544 up decode to inf in fp16; clip them, or train and export in bf16"
+        )
+
+
+def _empty(shape: torch.Size, weight: Weight) -> NVFP4Tensor:
+    """What ``quantize_weight`` returns, on meta."""
+    fmt = weight.format
+    *lead, n, k = (*shape[:-2], shape[-1], shape[-2]) if fmt.transposed else shape
+    scale = torch.empty(lead if fmt.per_expert else (), dtype=torch.float32, device="meta")
+    qdata = torch.empty(*lead, n, k // 2, dtype=torch.uint8, device="meta")
+    block_scale = torch.empty(*lead, n, k // 16, dtype=torch.float8_e4m3fn, device="meta")
+    return NVFP4Tensor(qdata, block_scale, scale, fmt.recipe, scale)
+
+
+def by_layer(tensor_names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by layer, in the order of the layers; what belongs to none comes first."""
+    layers: dict[str, list[str]] = {}
+    for name in tensor_names:
+        layers.setdefault(layer_of(name), []).append(name)
+    return {layer: layers[layer] for layer in sorted(layers, key=lambda key: (key != "", natural_order(key)))}
+
+
+# ----------------------------------------------------------------------------------------- what stays in high precision
+
+
+def _rest(root: nn.Module, conversion: Conversion) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """Name in memory -> (tensor, dtype on disk): fp32 masters are cast as quantized ones are, unless kept in fp32."""
+    state = root.state_dict()
+    masters = all(p.dtype == torch.float32 for p in root.parameters() if p.is_floating_point())
+    cast = next(iter(conversion.weights.values())).format.export_dtype
+    declared = (getattr(root, "_keep_in_fp32_modules", None), getattr(root, "_keep_in_fp32_modules_strict", None))
+    kept = tuple(name for kept_names in declared for name in kept_names or ())
+    rest = {}
+    for name in names.state_dict_names(root):
+        if name not in conversion.weights:
+            is_master = masters and state[name].dtype == torch.float32 and not any(k in name for k in kept)
+            rest[name] = state[name], cast if is_master else state[name].dtype
+    return rest
+
+
+def _biases_by_source(plan: Plan) -> dict[str, list[SplitBias]]:
+    biases: dict[str, list[SplitBias]] = {}
+    for bias in plan.biases:
+        biases.setdefault(bias.source, []).append(bias)
+    return biases
+
+
+def _rest_of_layer(
+    root: nn.Module, tensors: dict[str, tuple[Tensor, torch.dtype]], biases: dict[str, list[SplitBias]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under their disk names: fresh."""
+    cast = {name: tensor.detach().to(dtype) for name, (tensor, dtype) in tensors.items()}
+    for name, tensor in names.disk_state(root, cast).items() if cast else ():
+        if name in biases:
+            yield from ((bias.name, bias.of_source(tensor).clone()) for bias in biases[name])
+        else:
+            yield name, tensor.clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------------------------------------------- activation scales
+
+
+def input_scales(
+    plan: Plan, conversion: Conversion, dialect: Dialect, activations: ActivationScales
+) -> dict[str, Tensor]:
+    """Activation scales by tensor name on disk, as the dialect stores them.
+
+    Raises:
+        ValueError: an activation group that was not observed; a mapping that lacks a weight, names something else, or
+            holds a value that is no finite number > 0.
+    """
+    if isinstance(activations, Mapping):
+        return _given_scales(plan, dialect, activations)
+    if activations == "none":
+        return {}
+    if activations != "observed":
+        raise ValueError(f"export: activations must be 'none', 'observed' or a mapping, got {activations!r}")
+    scales: dict[str, Tensor] = {}
+    of_group: dict[str, Tensor] = {}
+    for disk in plan.weights:
+        group = activation_key(disk.weight.group)
+        if group not in of_group:
+            observer = conversion.observers[group]
+            if observer.amax is None:
+                raise ValueError(
+                    f"export: no activations were observed for {observer.name}; run some batches inside `with "
+                    "quads_qat.observe_activations(model):`, or pass activations='none' for a W4A16 checkpoint"
+                )
+            amax = observer.amax.to(disk.weight.format.export_dtype)
+            p, own = ops.scale_from_amax(amax, recipe=conversion.recipe)
+            of_group[group] = dialects.stored(p, own, conversion.recipe, dialect)
+        scales[dialects.tensor_names(disk.name, dialect).input_scale] = of_group[group]
+    return scales
+
+
+def _given_scales(plan: Plan, dialect: Dialect, activations: Mapping[str, Any]) -> dict[str, Tensor]:
+    needed = dict.fromkeys(own_scales(plan, dialect))
+    for name in needed:
+        if name not in activations:
+            raise ValueError(
+                f"export: activations has no {name}; a W4A4 checkpoint needs one for every quantized weight"
+            )
+    scales = {}
+    for name, given in activations.items():
+        if name not in needed and not name.endswith(CACHE_SCALES):
+            raise ValueError(
+                f"export: activations[{name!r}] belongs to no quantized weight; names are like {next(iter(needed))!r}"
+            )
+        value = torch.as_tensor(given, dtype=torch.float32)
+        if value.numel() != 1 or not bool(torch.isfinite(value).all() & (value > 0).all()):
+            raise ValueError(
+                f"export: activations[{name!r}] must be one finite number > 0, got {value.flatten()[:4].tolist()}"
+            )
+        scales[name] = value.detach().reshape(() if dialect is Dialect.MODELOPT else (1,)).clone()
+    return scales
+
+
+def own_scales(plan: Plan, dialect: Dialect) -> list[str]:
+    """Names of the activation scales that a W4A4 checkpoint has."""
+    return [dialects.tensor_names(disk.name, dialect).input_scale for disk in plan.weights]
+
+
+def cache_scales(plan: Plan, dialect: Dialect, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of ``scales`` that belong to no quantized weight."""
+    own = set(own_scales(plan, dialect))
+    return {name: scale for name, scale in scales.items() if name not in own}
+
+
+# -------------------------------------------------------------------------------------------------------------- buckets
+
+
+def bucketed(
+    stream: Iterable[tuple[str, Tensor]], bucket_bytes: int
+) -> Iterator[tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]]:
+    """Pack a weight stream into flat uint8 buckets for one broadcast each.
+
+    Args:
+        stream: (name, tensor) pairs.
+        bucket_bytes: a bucket is yielded before it would exceed this; one larger tensor gets a bucket of its own.
+
+    Yields:
+        (entries, bucket): entries are (name, dtype, shape, byte offset), bucket is uint8 [bytes]; offsets are
+        multiples of 16.
+    """
+    entries: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
+    parts: list[Tensor] = []
+    size = 0
+    for name, tensor in stream:
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 16))
+        if parts and size + padded.numel() > bucket_bytes:
+            yield entries, torch.cat(parts)
+            entries, parts, size = [], [], 0
+        entries.append((name, tensor.dtype, tuple(tensor.shape), size))
+        parts.append(padded)
+        size += padded.numel()
+    if parts:
+        yield entries, torch.cat(parts)
