@@ -99,7 +99,8 @@ def scale_from_amax(tensor_amax: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor
         g = (tensor_amax.clamp(min=tiny).reciprocal() * SCALE_RANGE).float()
         g = torch.nan_to_num(g, nan=1.0, posinf=1.0, neginf=1.0)
         return g.reciprocal(), g
-    p = torch.where(a == 0, 1.0, a / torch.full_like(a, SCALE_RANGE) if recipe in _IEEE else a * _R2688)
+    p = a / torch.full_like(a, SCALE_RANGE) if recipe in _IEEE else a * _R2688
+    p = torch.where(p == 0, 1.0, p)  # also where it underflows
     return p, (a if recipe is Recipe.TRANSFORMER_ENGINE else p)
 
 
@@ -115,7 +116,11 @@ def stored_from_scale(p: Tensor, recipe: Recipe) -> Tensor:
     """``stored_scale`` for a caller's ``per_tensor_scale``: its divisor form, its amax, or itself."""
     if recipe is Recipe.LLM_COMPRESSOR:
         return p.reciprocal()
-    return p * SCALE_RANGE if recipe is Recipe.TRANSFORMER_ENGINE else p
+    return _amax_from_scale(p) if recipe is Recipe.TRANSFORMER_ENGINE else p
+
+
+def _amax_from_scale(p: Tensor) -> Tensor:
+    return (p * SCALE_RANGE).clamp(max=_FLOAT32_MAX)
 
 
 def per_tensor_scale(x: Tensor, *, recipe: Recipe = Recipe.ALIGNED, dim: int | tuple[int, ...] | None = None) -> Tensor:
@@ -172,9 +177,8 @@ def _codes(x: Tensor, s: Tensor, p: Tensor, stored: Tensor, recipe: Recipe) -> T
     y = quotient.abs()
     codes = torch.minimum((2 * y).round_(), y.round().add_(2))
     codes = torch.minimum(codes, (0.5 * y).round_().add_(4)).clamp_(max=7).int()
-    # The sign bit of what is < 0, and + 0.0 makes +0.0 of -0.0. ALIGNED asks x, since a tiny quotient may become -0.0.
-    signed = (x if recipe is Recipe.ALIGNED else quotient) + 0.0
-    return codes | ((signed.view(torch.int32) >> 28) & 8)
+    negative = (x if recipe is Recipe.ALIGNED else quotient) < 0  # not the same: a tiny quotient may become -0.0
+    return codes | (negative.int() << 3)
 
 
 def _quotient(x: Tensor, s: Tensor, p: Tensor, stored: Tensor, recipe: Recipe) -> Tensor:
@@ -231,7 +235,7 @@ def _scales(x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Rec
     if p is not None:
         p = p.float()
         stored = stored_from_scale(p, recipe)
-        return p, stored, (p * SCALE_RANGE if recipe in _STATIC else stored)
+        return p, stored, (_amax_from_scale(p) if recipe in _STATIC else stored)
     tensor_amax = amax(x) if tensor_amax is None else tensor_amax
     if recipe is Recipe.LLM_COMPRESSOR:
         tensor_amax = tensor_amax.to(x.dtype)
@@ -253,12 +257,11 @@ def _encode(
         pc, sc = _pick(p, chunk), _pick(stored, chunk)
         a = values.abs().amax(0)
         finite = torch.isfinite(a)
-        a = torch.where(finite, a, 0)
-        byte = _block_scale_bytes(a, pc, _pick(source, chunk), recipe, x.dtype)
-        scale = byte.view(torch.float8_e4m3fn).float()
-        codes = _codes(values, scale, pc, sc, recipe) * finite.int()
+        byte = _block_scale_bytes(torch.where(finite, a, 0), pc, _pick(source, chunk), recipe, x.dtype)
         byte = torch.where(finite, byte, formats.E4M3_NAN_BYTE)
-        yield chunk, codes, byte, decode_scale(byte.view(torch.float8_e4m3fn).float(), pc, sc, recipe)
+        scale = byte.view(torch.float8_e4m3fn).float()
+        mask = torch.where(finite, 15, 0).int()
+        yield chunk, _codes(values, scale, pc, sc, recipe) & mask, byte, decode_scale(scale, pc, sc, recipe)
 
 
 # --------------------------------------------------------------------------------------------------------------- public

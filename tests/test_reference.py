@@ -164,6 +164,26 @@ def test_amax_of_rows_and_experts_ignores_what_is_not_finite():
     assert_same_bits(reference.amax(x[0], x[1, :1]), torch.tensor(3.0))
 
 
+@pytest.mark.parametrize("largest", [1e-45, 1e-42, 1e-38, 1.0, 3.4e38])
+@pytest.mark.parametrize("recipe", Recipe)
+def test_the_ends_of_fp32(recipe: Recipe, largest: float):
+    """Scales that would under- or overflow: no NaN is made of finite numbers, and no scale of zero."""
+    x = torch.zeros(2, 32)
+    x[0, 0], x[0, 1], x[1, 3] = largest, -largest / 4, 1e-45
+    p, stored = reference.scale_from_amax(reference.amax(x), recipe)
+    assert p.isfinite().all()
+    assert stored.isfinite().all()
+    assert (p > 0).all()
+    for scales in ({}, {"per_tensor_scale": torch.tensor(2.0**117)}, {"per_tensor_scale": torch.tensor(2.0**-116)}):
+        q = reference.quantize(x, **scales, recipe=recipe)
+        assert (bits(q.block_scale) < 0x7F).all()
+        assert_same_bits(reference.fake_quantize(x, **scales, recipe=recipe), reference.dequantize(q, torch.float32))
+    if not (
+        recipe is Recipe.TRANSFORMER_ENGINE and largest > 7e35
+    ):  # there its decoding overflows at s A, by definition
+        assert not reference.fake_quantize(x, recipe=recipe).isnan().any()
+
+
 def test_signs_of_zero():
     """ALIGNED: -0.0 is code 0 and decodes to +0.0; a negative that rounds to 0 is code 8 and decodes to -0.0."""
     x = torch.tensor([6.0, -0.0, 0.0, -0.01, 0.01, -1e-45] + [0.0] * 10)
