@@ -184,6 +184,14 @@ def test_the_ends_of_fp32(recipe: Recipe, largest: float):
         assert not reference.fake_quantize(x, recipe=recipe).isnan().any()
 
 
+@pytest.mark.parametrize("p", [1e-45, 1e-40, 3.4e38])
+@pytest.mark.parametrize("recipe", [recipe for recipe in Recipe if recipe is not Recipe.ALIGNED])
+def test_a_useless_scale_still_gives_codes(recipe: Recipe, p: float):
+    x = torch.tensor([1.0, -1.0, 0.0, -0.0, 1e-45, 3.4e38] + [0.0] * 10 + [0.0] * 16)
+    q = reference.quantize(x, torch.tensor(p), recipe=recipe)
+    assert_same_bits(reference.fake_quantize(x, torch.tensor(p), recipe=recipe), reference.dequantize(q, torch.float32))
+
+
 def test_signs_of_zero():
     """ALIGNED: -0.0 is code 0 and decodes to +0.0; a negative that rounds to 0 is code 8 and decodes to -0.0."""
     x = torch.tensor([6.0, -0.0, 0.0, -0.01, 0.01, -1e-45] + [0.0] * 10)
