@@ -133,7 +133,13 @@ class _Linear(torch.autograd.Function):
         quantized = fake_quantize_weight(weight, amax, fmt, x.dtype)
         if activation is not None:
             x = fake_quantize_activation(x, activation, static_amax)
-        return F.linear(x, quantized, None if bias is None else bias.to(x.dtype))
+        ctx.folds = weight.requires_grad and x.ndim > 2 and not x.is_contiguous()
+        bias = None if bias is None else bias.to(x.dtype)
+        if not ctx.folds:
+            return F.linear(x, quantized, bias)
+        # F.linear decides by weight.requires_grad, which ``quantized`` lacks: these are its steps for a trained weight
+        out = x.reshape(-1, x.shape[-1]).mm(quantized.t()).view(*x.shape[:-1], quantized.shape[0])
+        return out if bias is None else out.add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -149,7 +155,9 @@ class _Linear(torch.autograd.Function):
                 x = fake_quantize_activation(x, ctx.activation, static_amax)
             grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1])).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(ctx.bias_dtype)
+            # the bits of a sum depend on the layout: summed as the plain module's bias was added
+            summed = grad.sum(tuple(range(grad.ndim - 1))) if ctx.folds else rows.sum(0)
+            grad_bias = summed.to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
@@ -167,15 +175,34 @@ def linear(
     Gradients are straight-through: dX = g Q(W), dW = g.T Qa(X), in the bits of a plain linear that holds Q(W). The
     quantized weight is decoded into x's dtype (the autocast dtype under autocast) and recomputed in backward.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
     return _Linear.apply(x, weight, bias, amax, fmt, activation, static_amax)  # pyright: ignore[reportReturnType]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
+        return _opaque_grouped_mm(a, b, offs)
+    return _grouped_mm_kernel(a, b, offs)
+
+
+def _grouped_mm_kernel(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if hasattr(F, "grouped_mm"):
         return F.grouped_mm(a, b, offs=offs)
-    return torch._grouped_mm(a, b, offs=offs)
+    return torch._grouped_mm(a, b, offs=offs)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@torch.library.custom_op("quads_qat::grouped_mm", mutates_args=())
+def _opaque_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """For graphs: torch's own op has a kernel for every dtype, but its shape function knows bfloat16 only."""
+    return _grouped_mm_kernel(a, b, offs)
+
+
+@_opaque_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    lead = (offs.shape[0], a.shape[0]) if b.ndim == 2 else (a.shape[0],)
+    return a.new_empty((*lead, b.shape[-1]))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -245,7 +272,7 @@ class recompute_quantized(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
                 return key, t.shape, t.stride(), t.storage_offset()
             return outer[0](t) if outer else t
 
-        def unpack(packed: Any) -> Tensor:
+        def unpack(packed: Any) -> Any:
             if not (isinstance(packed, tuple) and len(packed) == 4 and packed[0] in recipes):
                 return outer[1](packed) if outer else packed
             key, shape, stride, offset = packed
@@ -260,4 +287,4 @@ class recompute_quantized(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
 
 
 def _active_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ not, or an error. Only then are classes swapped (trainer modes) or modules repla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ _CLASSES = {Mode.W4A16: (W4A16Linear, W4A16Experts), Mode.W4A4: (W4A4Linear, W4A
 M = TypeVar("M", bound=nn.Module)
 
 
+def full_name(module: str, parameter: str) -> str:
+    """The parameter's name in the model; the model itself may be the module."""
+    return f"{module}.{parameter}" if module else parameter
+
+
 @dataclass(frozen=True)
 class Weight:
     """One quantized parameter: where it lives and how it is quantized.
@@ -59,7 +65,7 @@ class Weight:
     @property
     def name(self) -> str:
         """Full parameter name."""
-        return f"{self.module}.{self.parameter}".lstrip(".")
+        return full_name(self.module, self.parameter)
 
 
 @dataclass(frozen=True)
@@ -92,12 +98,15 @@ def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
     """The module that ``convert`` was called on (``model`` or one inside it) and its record.
 
     Raises:
-        ValueError: nothing in ``model`` was converted.
+        ValueError: nothing in ``model`` was converted, or several parts of it were, one by one.
     """
-    for module in model.modules():
-        if _STATE in module.__dict__:
-            return module, module.__dict__[_STATE]
-    raise ValueError(f"{who}: this model has not been converted; call quads_qat.convert(model, mode='w4a16') first")
+    found = [(name, module) for name, module in model.named_modules() if _STATE in module.__dict__]
+    if not found:
+        raise ValueError(f"{who}: this model has not been converted; call quads_qat.convert(model, mode='w4a16') first")
+    if len(found) > 1:
+        names = ", ".join(name or "(root)" for name, _ in found)
+        raise ValueError(f"{who}: {names} were converted one by one; call {who} for each of them")
+    return found[0][1], found[0][1].__dict__[_STATE]
 
 
 # ------------------------------------------------------------------------------------------------------------ selection
@@ -136,7 +145,8 @@ def convert(
 
     Raises:
         ValueError: an unknown name, a pattern that matches nothing, a weight whose K is not a multiple of 16, an expert
-            class of unknown layout, a partly excluded scale group, a mode that cannot follow the present one.
+            class of unknown layout, a partly excluded scale group, a mode that cannot follow the present one, for
+            ``w4a4_residual`` a weight on meta or with NaN or inf. ``model`` is unchanged then.
         TypeError: a weight of a dtype that cannot be quantized.
 
     >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
@@ -144,6 +154,7 @@ def convert(
     256
     """
     mode, recipe, scope = Mode(mode), Recipe(recipe), Scope(scope)
+    _check_patterns(include=include, exclude=exclude, groups=groups)
     if residual is not None and mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
     activation = None
@@ -155,21 +166,35 @@ def convert(
     elif activation_scale is not None or activation_recipe is not None:
         raise ValueError("convert: mode='w4a16' leaves activations alone; drop activation_scale and activation_recipe")
 
-    present = next((m.__dict__[_STATE] for m in model.modules() if _STATE in m.__dict__), None)
-    if present is None:
+    if any(_STATE in m.__dict__ for m in model.modules()):
+        root, conversion = conversion_of(model, "convert")
+        _check_transition(conversion, mode, recipe, scope, include, exclude, groups)
+        fresh = False
+    else:
+        root, fresh = model, True
         conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
-        if mode is Mode.W4A4_RESIDUAL:
-            _refuse_meta(model, conversion)
-        install(model, conversion)
-    else:
-        _check_transition(conversion_of(model, "convert")[1], mode, recipe, scope, include, exclude, groups)
-    root, conversion = conversion_of(model, "convert")
-    if mode is Mode.W4A4_RESIDUAL:
-        _refuse_meta(root, conversion)
-        _pack(root, conversion, activation, residual or ResidualConfig())
-    else:
+    if mode is not Mode.W4A4_RESIDUAL:
+        if fresh:
+            install(root, conversion)
         _set_trainer_mode(root, conversion, mode, activation)
+        return model
+    packed, amaxes = _pack(root, conversion, activation)  # may refuse: nothing is changed before it is done
+    if fresh:
+        install(root, conversion)
+    install_packed(root, conversion, packed, amaxes, activation, residual or ResidualConfig())
     return model
+
+
+def _check_patterns(**arguments: Sequence[str]) -> None:
+    for argument, patterns in arguments.items():
+        if isinstance(patterns, str):
+            raise TypeError(f"convert: {argument} must be a list of patterns, got {patterns!r}; pass [{patterns!r}]")
+        for pattern in patterns:
+            expression = pattern if argument == "groups" else pattern[3:] if pattern.startswith("re:") else ""
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(f"convert: {argument}: {pattern!r} is no regular expression: {error}") from None
 
 
 def select(
@@ -192,44 +217,51 @@ def select(
             raise ValueError(
                 f"convert: no module with weights matches {pattern!r}; see model.named_modules() for the names"
             )
-    export_dtype = _export_dtype(model)
+    users = _users_of_parameters(owners)
     conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {})
     for name, module in owners.items():
         if only is None:
-            reason = _why_not(name, module, owners, scope, include, exclude)
+            reason = _why_not(name, module, users, scope, include, exclude)
+            if reason is not None and name in include and not first_match(name, exclude):
+                raise ValueError(f"convert: include names {name!r}, which cannot be quantized: {reason}")
         else:
             reason = None if name in only else "in high precision in the checkpoint"
-        if reason is not None:
+        if reason is None:
+            _add_weights(conversion, name, module, _export_dtype(model), groups)
+        else:
             elements = sum(p.numel() for p in module._parameters.values() if p is not None)
             conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
-            continue
-        layout = None if isinstance(module, nn.Linear) else layout_of(module)
-        for parameter in ("weight",) if layout is None else layout.parameters:
-            weight = module._parameters[parameter]
-            assert weight is not None
-            _check_weight(f"{name}.{parameter}", weight, layout)
-            fmt = WeightFormat(
-                recipe=recipe,
-                export_dtype=export_dtype if weight.dtype == torch.float32 else weight.dtype,
-                transposed=layout is not None and layout.transposed,
-                # llm-compressor takes every stack apart first, and byte identity with it is that recipe's purpose
-                per_expert=layout is not None and (layout.per_expert or recipe is Recipe.LLM_COMPRESSOR),
-            )
-            group = group_key(name if layout is None else f"{name}.{parameter}", groups)
-            conversion.weights[f"{name}.{parameter}"] = Weight(name, parameter, fmt, group)
-            conversion.groups.setdefault(group, ScaleGroup(group)).members.append(
-                (module, parameter, f"{name}.{parameter}")
-            )
-            key = activation_key(group)
-            conversion.observers.setdefault(key, ActivationObserver(key))
     if not conversion.weights:
         skipped = "; ".join(f"{s.module or '(root)'}: {s.reason}" for s in conversion.skipped[:3])
         raise ValueError(
-            f"convert: nothing to quantize in {type(model).__name__} (scope='{scope}'); {skipped or 'it holds no weights'}"
+            f"convert: nothing to quantize in {type(model).__name__} (scope='{scope}'); "
+            f"{skipped or 'it holds no weights'}"
         )
     if only is None:
-        _check_groups_are_whole(conversion, groups)
+        _check_groups(conversion, owners, groups)
     return conversion
+
+
+def _add_weights(
+    conversion: Conversion, name: str, module: nn.Module, export_dtype: torch.dtype, groups: Sequence[str]
+) -> None:
+    layout = None if isinstance(module, nn.Linear) else layout_of(module)
+    for parameter in ("weight",) if layout is None else layout.parameters:
+        weight, full = module._parameters[parameter], full_name(name, parameter)
+        assert weight is not None
+        _check_weight(full, weight, layout)
+        fmt = WeightFormat(
+            recipe=conversion.recipe,
+            export_dtype=export_dtype if weight.dtype == torch.float32 else weight.dtype,
+            transposed=layout is not None and layout.transposed,
+            # llm-compressor takes every stack apart first, and byte identity with it is that recipe's purpose
+            per_expert=layout is not None and (layout.per_expert or conversion.recipe is Recipe.LLM_COMPRESSOR),
+        )
+        group = group_key(name if layout is None else full, groups)
+        conversion.weights[full] = Weight(name, parameter, fmt, group)
+        conversion.groups.setdefault(group, ScaleGroup(group)).members.append((module, parameter, full))
+        key = activation_key(group)
+        conversion.observers.setdefault(key, ActivationObserver(key))
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
@@ -245,47 +277,55 @@ def _kind(module: nn.Module) -> str:
     return getattr(module, "original_class", type(module)).__name__
 
 
+def _users_of_parameters(owners: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """Id of a parameter -> the modules that hold it."""
+    users: dict[int, list[str]] = {}
+    for name, module in owners.items():
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), []).append(name)
+    return users
+
+
 def _why_not(
     name: str,
     module: nn.Module,
-    owners: dict[str, nn.Module],
+    users: dict[int, list[str]],
     scope: Scope,
     include: Sequence[str],
     exclude: Sequence[str],
 ) -> str | None:
     """The reason why a module stays in high precision; None if it is to be quantized."""
+    kind = type(module).__name__
     linear = isinstance(module, nn.Linear)
     layout = None if linear else layout_of(module)
     if pattern := first_match(name, exclude):
         return f"excluded by {pattern!r}"
     included = first_match(name, include) is not None
-    if not included:
-        if reason := default_exclusion(name):
-            return reason
-        if (
-            not linear
-            and layout is None
-            and "expert" in f"{name}.{type(module).__name__}".lower()
-            and in_scope(name, scope)
-        ):
-            raise ValueError(
-                f"convert: {name} is a {type(module).__name__}, an experts class of unknown layout; pass exclude=[{name!r}] "
-                "to leave it in high precision"
-            )
-        if not in_scope(name, scope):
-            return f"outside scope='{scope}'"
+    if not included and (reason := default_exclusion(name)):
+        return reason
+    if not linear and layout is None and "expert" in f"{name}.{kind}".lower() and (included or in_scope(name, scope)):
+        raise ValueError(
+            f"convert: {name} is a {kind}, an experts class of unknown layout; pass exclude=[{name!r}] to leave it in "
+            "high precision"
+        )
+    if not included and not in_scope(name, scope):
+        return f"outside scope='{scope}'"
     if not linear and layout is None:
-        return f"{type(module).__name__} is neither a linear nor experts"
+        return f"{kind} is neither a linear nor experts"
     if linear and type(module) is not nn.Linear:
-        return f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own"
-    for parameter in ("weight",) if layout is None else layout.parameters:
-        shared = [
-            n
-            for n, m in owners.items()
-            if m is not module and any(p is module._parameters[parameter] for p in m._parameters.values())
-        ]
-        if shared:
-            return f"tied: shares its parameter with {shared[0]}"
+        return f"{kind} is a subclass of nn.Linear with a forward of its own"
+    parameters = ("weight",) if layout is None else layout.parameters
+    if any(module._parameters.get(parameter) is None for parameter in parameters):
+        return "its weight is computed from other parameters"
+    for parameter in parameters:
+        others = [user for user in users[id(module._parameters[parameter])] if user != name]
+        if others:
+            return f"tied: shares its parameter with {others[0]}"
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"convert: the forward of {name} was replaced on the instance (as hooks of accelerate do), which would "
+            f"bypass quantization; convert first, then add hooks, or pass exclude=[{name!r}]"
+        )
     return None
 
 
@@ -303,14 +343,31 @@ def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> No
         )
 
 
-def _check_groups_are_whole(conversion: Conversion, rules: Sequence[str]) -> None:
+def _check_groups(conversion: Conversion, owners: dict[str, nn.Module], rules: Sequence[str]) -> None:
+    for rule in rules:
+        if not any(
+            re.search(rule, w.module if w.parameter == "weight" else w.name) for w in conversion.weights.values()
+        ):
+            raise ValueError(f"convert: groups: no quantized module matches {rule!r}; see quads_qat.coverage(model)")
     for skipped in conversion.skipped:
         key = group_key(skipped.module, rules)
-        if key in conversion.groups and skipped.kind == "Linear":
+        if key in conversion.groups and isinstance(owners[skipped.module], nn.Linear):
             member = conversion.groups[key].members[0][2]
             raise ValueError(
-                f"convert: {skipped.module} ({skipped.reason}) and {member} share one scale in every engine, which fuses "
-                "them; exclude both or neither"
+                f"convert: {skipped.module} ({skipped.reason}) and {member} share one scale in every engine, which "
+                "fuses them; exclude both or neither"
+            )
+    for key, group in conversion.groups.items():
+        found = {}
+        for module, parameter, full in group.members:
+            weight, fmt = module._parameters[parameter], conversion.weights[full].format
+            assert weight is not None
+            found.setdefault((weight.dtype, fmt, weight.shape[0] if fmt.per_expert else 1), full)
+        if len(found) > 1:
+            one, other, *_ = found.values()
+            raise ValueError(
+                f"convert: {one} and {other} share one scale ({key}), but not dtype and layout; cast or exclude them, "
+                "or change groups"
             )
 
 
@@ -341,8 +398,8 @@ def _check_transition(
         if (recipe, scope) == (conversion.recipe, conversion.scope) and not (include or exclude or groups):
             return
         raise ValueError(
-            "convert: the model is converted already and keeps its recipe, scope and groups; call quads_qat.revert(model) "
-            "first to choose others"
+            "convert: the model is converted already and keeps its recipe, scope and groups; call "
+            "quads_qat.revert(model) first to choose others"
         )
 
 
@@ -396,21 +453,20 @@ def _set_trainer_mode(
 
 
 def _pack(
-    model: nn.Module, conversion: Conversion, activation: ActivationFormat | None, residual: ResidualConfig
-) -> None:
-    packed = {name: quantize_weight(model, conversion, weight) for name, weight in conversion.weights.items()}
+    model: nn.Module, conversion: Conversion, activation: ActivationFormat | None
+) -> tuple[dict[str, NVFP4Tensor], dict[str, Tensor | None]]:
+    """Codes and scales, and the observed amax of the input, of every selected parameter. Changes nothing."""
+    _refuse_meta(model, conversion)
+    if any(not w.module for w in conversion.weights.values()):
+        raise ValueError("convert: cannot replace the model itself; wrap it in a module, e.g. nn.Sequential(model)")
     amaxes = {n: conversion.observers[activation_key(w.group)].amax for n, w in conversion.weights.items()}
-    if (
-        activation is not None
-        and activation.scale is ActivationScale.STATIC
-        and any(a is None for a in amaxes.values())
-    ):
-        missing = next(name for name, a in amaxes.items() if a is None)
+    if activation is not None and activation.scale is ActivationScale.STATIC and None in amaxes.values():
+        missing = next(name for name, amax in amaxes.items() if amax is None)
         raise ValueError(
             f"convert: activation_scale='static' needs the observed amax of {missing}'s input; run some batches inside "
             "`with quads_qat.observe_activations(model):` first"
         )
-    install_packed(model, conversion, packed, amaxes, activation, residual)
+    return {name: quantize_weight(model, conversion, weight) for name, weight in conversion.weights.items()}, amaxes
 
 
 def install_packed(
@@ -422,39 +478,38 @@ def install_packed(
     residual: ResidualConfig | None,
 ) -> None:
     """Replace the selected trainer modules by packed ones holding ``packed`` (by parameter name)."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # a module can have several
+    for parent in model.modules():
+        for leaf, child in parent._modules.items():
+            places.setdefault(id(child), []).append((parent, leaf))
     for name in {w.module: None for w in conversion.weights.values()}:
         module = model.get_submodule(name)
         if isinstance(module, nn.Linear):
             new: nn.Module = ResidualCompensatedLinear(
-                packed[f"{name}.weight"],
+                packed[full_name(name, "weight")],
                 module.bias,
                 activation=activation,
                 residual=residual,
-                input_amax=amaxes[f"{name}.weight"],
+                input_amax=amaxes[full_name(name, "weight")],
+                dtype=module.weight.dtype,
             )
         else:
-            layout = module.layout
+            layout: Any = module.layout
             new = ResidualCompensatedExperts(
                 module,
                 module.original_class,  # pyright: ignore[reportArgumentType]
-                layout,  # pyright: ignore[reportArgumentType]
-                {p: packed[f"{name}.{p}"] for p in layout.parameters},  # pyright: ignore[reportAttributeAccessIssue]
+                layout,
+                {p: packed[full_name(name, p)] for p in layout.parameters},
                 activation=activation,
                 residual=residual,
-                input_amax={p: amaxes[f"{name}.{p}"] for p in layout.parameters},  # pyright: ignore[reportAttributeAccessIssue]
+                input_amax={p: amaxes[full_name(name, p)] for p in layout.parameters},
             )
-        replace_module(model, name, new.train(module.training))
+        new.train(module.training)
+        for parent, leaf in places[id(module)]:
+            setattr(parent, leaf, new)
     conversion.groups.clear()  # they held the master weights
     conversion.mode, conversion.activation, conversion.residual = Mode.W4A4_RESIDUAL, activation, residual
     model.requires_grad_(False)
-
-
-def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put ``new`` where the submodule ``name`` is."""
-    parent, _, leaf = name.rpartition(".")
-    if not name:
-        raise ValueError("convert: cannot replace the model itself; wrap it in a module, e.g. nn.Sequential(model)")
-    setattr(model.get_submodule(parent), leaf, new)
 
 
 def quantize_weight(model: nn.Module, conversion: Conversion, weight: Weight) -> NVFP4Tensor:
@@ -503,7 +558,8 @@ class Coverage:
 
     Attributes:
         quantized: parameter name -> (elements, scale group).
-        skipped: modules with weights that stay in high precision, with reasons.
+        skipped: modules with weights that stay in high precision, with reasons. Biases of quantized experts, which
+            never are quantized, are not listed.
         groups: scale group -> names of its weights.
     """
 
@@ -524,7 +580,8 @@ class Coverage:
 
     def __str__(self) -> str:
         lines = [
-            f"quantized: {len(self.quantized)} weights, {self.quantized_elements:,} elements, {self.fraction:.1%} of all"
+            f"quantized: {len(self.quantized)} weights, {self.quantized_elements:,} elements, {self.fraction:.1%} "
+            "of all"
         ]
         lines += [
             f"  {group}: {', '.join(n.rpartition('.')[0] if n.endswith('.weight') else n for n in names)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class ExpertsLayout:
         gate: the first projection yields gate and up; ``_apply_gate`` or ``act_fn(gate) * up`` joins them.
         per_expert: one scale per expert; False for one scale for the whole stack.
         token_sorted: forward takes rows already sorted into equal groups (llama4), not routing indices.
+        shared: every expert sees every row, scaled between its projections by a second argument (inkling).
         routed_experts: experts that own weights; higher indices pass their input on (longcat's identity experts).
     """
 
@@ -50,6 +52,7 @@ class ExpertsLayout:
     gate: bool = True
     per_expert: bool = True
     token_sorted: bool = False
+    shared: bool = False
     routed_experts: int = 0
 
     @property
@@ -82,18 +85,35 @@ def layout_of(module: nn.Module) -> ExpertsLayout | None:
         gate=getattr(module, "has_gate", True),
         per_expert=kind not in _WHOLE_STACK,
         token_sorted=kind == "Llama4TextExperts",
+        shared=kind == "InklingSharedExperts",
         routed_experts=module._parameters["down_proj"].shape[0],  # pyright: ignore[reportOptionalMemberAccess]
     )
 
 
-class W4A16Experts(nn.Module):
+class StandsFor(nn.Module):
+    """A module in the place of one of ``original_class``, whose methods and constants it lends to that class' code."""
+
+    original_class: type[nn.Module]
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``original_class`` defines and this class does not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("original_class")  # not there yet while an object is unpickled
+            if original is None or not hasattr(original, name):
+                raise
+            found = getattr(original, name)
+            return MethodType(found, self) if isinstance(found, FunctionType) else found
+
+
+class W4A16Experts(StandsFor):
     """A fused expert stack that multiplies by fake-quantized weights; parameters stay the 3-D master weights.
 
     Under every dispatch the output equals, bit for bit, the original module's with the quantized weights put in.
     Made by ``quads_qat.convert`` from a module of any known layout; ``original_class`` is that module's class.
     """
 
-    original_class: type[nn.Module]
     layout: ExpertsLayout
     weight_formats: dict[str, WeightFormat]
     scale_groups: dict[str, ScaleGroup]
@@ -107,11 +127,12 @@ class W4A16Experts(nn.Module):
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         if self._grouped():
             return grouped_forward(self, *args, **kwargs)
+        amaxes = {name: self.amax(name) for name in self.layout.parameters}
         if self._observing():
-            self._observe(*args, **kwargs)
-        quantized = {name: self._quantized(name) for name in self.layout.parameters}
+            self._observe(amaxes, *args, **kwargs)
+        quantized = {name: self._quantized(name, amaxes[name]) for name in self.layout.parameters}
         stand_in = self._stand_in(quantized)
-        with self._recompute(quantized):
+        with self._recompute(quantized, amaxes):
             return self.original_class.forward(stand_in, *args, **kwargs)
 
     def amax(self, name: str) -> Tensor:
@@ -126,8 +147,8 @@ class W4A16Experts(nn.Module):
     def _observing(self) -> bool:
         return any(observer.enabled for observer in self.observers.values())
 
-    def _quantized(self, name: str) -> Tensor:
-        return autograd.fake_quantize_ste(self._parameters[name], fmt=self.weight_formats[name], amax=self.amax(name))  # pyright: ignore[reportArgumentType]
+    def _quantized(self, name: str, amax: Tensor) -> Tensor:
+        return autograd.fake_quantize_ste(self._parameters[name], fmt=self.weight_formats[name], amax=amax)  # pyright: ignore[reportArgumentType]
 
     def _stand_in(self, replaced: dict[str, Tensor]) -> nn.Module:
         """An instance of the original class with this module's state, except for the ``replaced`` parameters."""
@@ -137,19 +158,19 @@ class W4A16Experts(nn.Module):
         stand_in.__dict__.update(replaced)
         return stand_in
 
-    def _recompute(self, quantized: dict[str, Tensor]) -> Any:
+    def _recompute(self, quantized: dict[str, Tensor], amaxes: dict[str, Tensor]) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nullcontext()
         sources = []
         for name, q in quantized.items():
-            weight, fmt, amax = self._parameters[name], self.weight_formats[name], self.amax(name)
+            weight, fmt, amax = self._parameters[name], self.weight_formats[name], amaxes[name]
             sources.append((q, _again(weight, amax, fmt)))
         return autograd.recompute_quantized(sources)
 
-    def _observe(self, *args: Any, **kwargs: Any) -> None:
+    def _observe(self, amaxes: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
         """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched."""
         with torch.no_grad():
-            weights = {name: self._quantized(name) for name in self.layout.parameters}
+            weights = {name: self._quantized(name, amaxes[name]) for name in self.layout.parameters}
 
             def project(name: str, expert: int, x: Tensor) -> Tensor:
                 self.observers[name].update(x)
@@ -179,12 +200,14 @@ class W4A4Experts(W4A16Experts):
         if self.full_precision.active and self.full_precision.on():
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         amaxes = {name: self.amax(name) for name in self.layout.parameters}
+        # one view for all experts: its backward is one stack, where a select each would add up whole zero stacks
+        matrices = {name: self._parameters[name].unbind(0) for name in self.layout.parameters}  # pyright: ignore[reportOptionalMemberAccess]
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:
             observer, fmt = self.observers[name], self.weight_formats[name]
             if observer.enabled:
                 observer.update(x)
-            weight = expert_matrix(self, self._parameters[name], expert)
+            weight = expert_matrix(self, matrices[name], expert)
             amax = amaxes[name][expert] if fmt.per_expert else amaxes[name]
             return autograd.linear(
                 x,
@@ -216,7 +239,7 @@ def _again(weight: Any, amax: Tensor, fmt: WeightFormat) -> Callable[[], Tensor]
     return rebuild
 
 
-# ------------------------------------------------------------------------------------------------------------ computations
+# --------------------------------------------------------------------------------------------------------- computations
 
 
 def expert_matrix(module: Any, weight: Any, expert: int) -> Tensor:
@@ -246,9 +269,8 @@ def experts_loop(
     layout: ExpertsLayout,
     project: Callable[[str, int, Tensor], Tensor],
     hidden_states: Tensor,
-    top_k_index: Tensor | None = None,
-    top_k_weights: Tensor | None = None,
-    **kwargs: Any,
+    *routing: Tensor,
+    **named: Tensor,
 ) -> Tensor:
     """Run the experts one by one; ``project(parameter, expert, x)`` computes a projection of rows x [m, K].
 
@@ -256,22 +278,25 @@ def experts_loop(
         module: supplies activation, gate, biases and post-norm of the original class.
         layout: its layout.
         project: one projection of one expert; experts without rows are skipped.
-        hidden_states: [M, H].
-        top_k_index: [M, k] expert of each slot; indices beyond the routed experts pass their rows on or are dropped.
-        top_k_weights: [M, k].
-        kwargs: the routing arguments under gpt-oss' names.
+        hidden_states: [M, H]; [..., H] for shared experts.
+        routing: the original's further arguments: expert indices [M, k] and weights [M, k] (indices beyond the routed
+            experts pass their rows on or are dropped); scales [..., E] for shared experts; nothing for sorted tokens.
+        named: the same by name, in the original's order.
 
     Returns:
-        [M, H].
+        the shape and dtype of ``hidden_states``.
     """
+    given = (*routing, *named.values())
     if layout.token_sorted:
         groups = hidden_states.view(layout.routed_experts, -1, hidden_states.shape[-1])
         return torch.cat([_one_expert(module, layout, project, e, rows) for e, rows in enumerate(groups)])
-    top_k_index = kwargs.get("router_indices") if top_k_index is None else top_k_index
-    top_k_weights = kwargs.get("routing_weights") if top_k_weights is None else top_k_weights
-    assert top_k_index is not None and top_k_weights is not None
+    if layout.shared:
+        rows, scales = hidden_states.reshape(-1, hidden_states.shape[-1]), given[0].reshape(-1, layout.routed_experts)
+        outs = [_one_expert(module, layout, project, e, rows, scales[:, e, None]) for e in range(scales.shape[1])]
+        return torch.stack(outs).float().sum(0).to(hidden_states.dtype).view(hidden_states.shape)
+    top_k_index, top_k_weights = given
     out = torch.zeros_like(hidden_states)
-    for expert, token, slot in _routed(top_k_index):
+    for expert, slot, token in _routed(top_k_index):
         rows = hidden_states[token]
         if expert < layout.routed_experts:
             rows = _one_expert(module, layout, project, expert, rows)
@@ -283,20 +308,27 @@ def experts_loop(
 
 
 def _routed(top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each expert in use with its slots and tokens, in the order of transformers' own loops."""
+    by_slot = top_k_index.t()
     for expert in top_k_index.unique().tolist():
-        token, slot = torch.where(top_k_index == expert)
-        yield expert, token, slot
+        slot, token = torch.where(by_slot == expert)
+        yield expert, slot, token
 
 
 def _one_expert(
-    module: Any, layout: ExpertsLayout, project: Callable[[str, int, Tensor], Tensor], expert: int, rows: Tensor
+    module: Any,
+    layout: ExpertsLayout,
+    project: Callable[[str, int, Tensor], Tensor],
+    expert: int,
+    rows: Tensor,
+    scale: Tensor | None = None,
 ) -> Tensor:
     if len(layout.first) == 2:  # separate gate and up
         gate, up = (project(name, expert, rows) for name in layout.first)
         joined = module.act_fn(gate) * up
     else:
         joined = join_gate(module, project(layout.first[0], expert, rows))
-    out = project(layout.down, expert, joined)
+    out = project(layout.down, expert, joined if scale is None else joined * scale)
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 
 
@@ -317,7 +349,7 @@ def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     counts = torch.histc(counted, bins=module.num_experts, min=0, max=module.num_experts - 1)
     offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
     elsewhere = None
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", True):  # where there is no such flag, transformers masks always
         elsewhere = (expert_of_slot >= module.num_experts).unsqueeze(-1)
         expert_of_slot = expert_of_slot.clamp(max=module.num_experts - 1)
         rows = rows.masked_fill(elsewhere, 0.0)
@@ -331,7 +363,7 @@ def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         return out if elsewhere is None else out.masked_fill(elsewhere, 0.0)
 
     out = project(layout.down, join_gate(module, project(layout.first[0], rows)))
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     out = out * weights.unsqueeze(-1)
     inverse = torch.empty_like(order)

@@ -134,7 +134,7 @@ def _powered(r: Tensor, norm: ResidualNorm) -> Tensor:
 
 
 def _channel_score(r: Tensor, norm: ResidualNorm) -> Tensor:
-    """[M, K] -> [K]: squares (l2) or magnitudes (l1) added row by row in chunks of 128, chunks ascending; or the max."""
+    """[M, K] -> [K]: squares (l2) or magnitudes (l1) added row by row in chunks of 128, chunks ascending; or max."""
     powered = _powered(r, norm)
     if norm is ResidualNorm.MAX:
         return powered.amax(0) if r.shape[0] else powered.new_zeros(r.shape[-1])

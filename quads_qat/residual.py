@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from quads_qat import ops
 from quads_qat.config import ActivationFormat, Recipe, ResidualConfig
-from quads_qat.experts import ExpertsLayout, experts_loop
+from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop
 from quads_qat.qtensor import NVFP4Tensor
 
 _FIELDS = ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
+_OPTIONAL = ("input_amax", "residual_mask")
 
 
 class _Packed(nn.Module):
@@ -39,17 +40,44 @@ class _Packed(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Packed:
         kept = {f"{name}_{part}": self._buffers[f"{name}_{part}"] for name in self.recipes for part in _FIELDS}
-        kept |= {name: b for name, b in self._buffers.items() if name.endswith("input_amax")}
+        kept |= {name: b for name, b in self._buffers.items() if name.endswith(_OPTIONAL)}
         for name in kept:
             self._buffers[name] = None
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
-            if buffer is None:
-                continue
-            as_bytes = buffer.dtype == torch.float8_e4m3fn  # fn would convert a float8 to the new dtype
-            moved = fn(buffer.view(torch.uint8)).view(buffer.dtype) if as_bytes else fn(buffer)
-            self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            if buffer is not None:
+                self._buffers[name] = _moved(buffer, fn)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Block scales as bytes: plain pickle cannot load a float8 tensor."""
+        return {**self.__dict__, "_buffers": self._viewed_scales(torch.uint8)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffers = self._viewed_scales(torch.float8_e4m3fn)
+
+    def _viewed_scales(self, dtype: torch.dtype) -> dict[str, Tensor | None]:
+        scales = {f"{name}_block_scale" for name in self.recipes}
+        return {
+            name: buffer.view(dtype) if name in scales and buffer is not None else buffer
+            for name, buffer in self._buffers.items()
+        }
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name, buffer in self._buffers.items():
+            if buffer is None and name.endswith(_OPTIONAL) and prefix + name in state_dict:
+                device = next(b.device for b in self._buffers.values() if b is not None)
+                self._buffers[name] = torch.empty_like(state_dict[prefix + name], device=device)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """``fn(buffer)`` without its dtype: of what a module's methods do, the device, sharing and emptiness are kept."""
+    if buffer.dtype == torch.float8_e4m3fn:
+        return _moved(buffer.view(torch.uint8), fn).view(buffer.dtype)  # as bytes: a float would be converted
+    moved = fn(buffer)
+    return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
 
 class ResidualCompensatedLinear(_Packed):
@@ -62,6 +90,9 @@ class ResidualCompensatedLinear(_Packed):
     ``weight_stored_scale``, ``input_amax`` [] (static activation scale), ``residual_mask`` [K] bool (scope static).
     """
 
+    input_amax: Tensor | None
+    residual_mask: Tensor | None
+
     def __init__(
         self,
         weight: NVFP4Tensor,
@@ -71,6 +102,7 @@ class ResidualCompensatedLinear(_Packed):
         residual: ResidualConfig | None,
         input_amax: Tensor | None = None,
         residual_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -79,6 +111,12 @@ class ResidualCompensatedLinear(_Packed):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("input_amax", input_amax)
         self.register_buffer("residual_mask", residual_mask)
+        self.register_buffer("_like", torch.empty(0, dtype=dtype), persistent=False)  # follows .to(dtype), codes do not
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, decoded anew [N, K] into the model's dtype: for code that reads it, its dtype or its shape."""
+        return ops.dequantize(self.packed(), self._like.dtype)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""
@@ -94,7 +132,7 @@ class ResidualCompensatedLinear(_Packed):
         )
 
 
-class ResidualCompensatedExperts(_Packed):
+class ResidualCompensatedExperts(StandsFor, _Packed):
     """A fused expert stack with packed weights; each projection of each expert compensates its own input rows.
 
     Same arguments as the original experts module. Buffers as in :class:`ResidualCompensatedLinear`, one set for each
@@ -113,7 +151,8 @@ class ResidualCompensatedExperts(_Packed):
         input_amax: dict[str, Tensor | None],
     ) -> None:
         super().__init__()
-        kept = {k: v for k, v in original.__dict__.items() if k not in self.__dict__}
+        trainers = W4A16Experts.__annotations__.keys()  # scale groups among them, which would keep the master weights
+        kept = {k: v for k, v in original.__dict__.items() if k not in self.__dict__ and k not in trainers}
         self.__dict__.update(kept)  # num_experts, config, limits, ...: what the original's gate function reads
         self._modules.update(original._modules)
         self._parameters.update({k: v for k, v in original._parameters.items() if k not in weights})

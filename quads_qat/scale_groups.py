@@ -25,7 +25,7 @@ _EXPERT_INDEX = re.compile(r"(\bexperts)\.\d+\b")
 
 
 def group_key(name: str, rules: Sequence[str] = ()) -> str:
-    """The scale group of the linear ``name``: itself, its fused siblings, or what a user's regex catches.
+    r"""The scale group of the linear ``name``: itself, its fused siblings, or what a user's regex catches.
 
     Args:
         name: full module name.
@@ -33,7 +33,7 @@ def group_key(name: str, rules: Sequence[str] = ()) -> str:
 
     >>> group_key("model.layers.0.self_attn.k_proj")
     'model.layers.0.self_attn.{q_proj,k_proj,v_proj}'
-    >>> group_key("layers.3.fused_b", [r"layers\\.(\\d+)\\.fused_"])
+    >>> group_key("layers.3.fused_b", [r"layers\.(\d+)\.fused_"])
     'rule 0 (3)'
     """
     for i, rule in enumerate(rules):
@@ -75,13 +75,13 @@ class ScaleGroup:
         Raises:
             RuntimeError: a member is sharded while another is whole: they sit in different FSDP units.
         """
-        weights = [module._parameters[parameter] for module, parameter, _ in self.members]
+        weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
         sharded = [hasattr(w, "placements") or w.numel() == 0 for w in weights]  # DTensor, or a ZeRO-3 stub
         if any(sharded) and not all(sharded):
             inside, outside = sharded.index(False), sharded.index(True)
             raise RuntimeError(
-                f"{self.members[inside][2]} shares its per-tensor scale with {self.members[outside][2]}, which is still "
-                "sharded; wrap the parent module that holds both as one FSDP unit"
+                f"{self.members[inside][2]} shares its per-tensor scale with {self.members[outside][2]}, which is "
+                "still sharded; wrap the parent module that holds both as one FSDP unit"
             )
         return weights
 

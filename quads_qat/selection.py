@@ -18,6 +18,8 @@ _EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"router|(^|\.)gate(\.|$)|shared_expert_gate", "router or gate"),
     (r"conv1d", "short convolution"),
     (r"(^|\.)in_proj_(a|b|ba)$", "decay and beta projections of linear attention"),
+    # the mixer multiplies by dt_proj.weight itself, past the module's forward (jamba, mamba)
+    (r"(^|\.)(mamba|mixer)\.dt_proj$", "time step of a state space"),
     (r"(^|\.)mtp(\.|$)", "multi-token prediction"),
     (r"vision_tower|visual|vision_model|multi_modal_projector|embed_vision", "vision tower"),
     (r"lora_(A|B|embedding)|lora_magnitude", "adapter"),
