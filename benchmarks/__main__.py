@@ -1,0 +1,54 @@
+"""``python -m benchmarks list`` and ``python -m benchmarks run NAME [options]``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import quantize_cpu  # noqa: F401  each module registers its benchmarks when it is imported
+from benchmarks.registry import BENCHMARKS, Benchmark
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measurements against other implementations.")
+run = typer.Typer(no_args_is_help=True, help="Run a benchmark and print its table.")
+app.add_typer(run, name="run")
+
+OUT = inspect.Parameter(
+    "out",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[Path | None, typer.Option(help="Also write OUT.json and OUT.md.")],
+)
+
+
+def command(function: Benchmark):
+    """``function`` as a command: its arguments become options, ``--out`` is added."""
+
+    @functools.wraps(function)
+    def call(*, out: Path | None = None, **options) -> None:
+        function(**options).show(out)
+
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=[*parameters, OUT], return_annotation=None)  # pyright: ignore
+    call.__annotations__ = {p.name: p.annotation for p in [*parameters, OUT]}
+    return call
+
+
+for name, function in BENCHMARKS.items():
+    run.command(name)(command(function))
+
+
+@app.command("list")
+def list_benchmarks() -> None:
+    """Name all benchmarks."""
+    for name, function in BENCHMARKS.items():
+        Console().print(f"[bold]{name}[/bold]  {(inspect.getdoc(function) or '').splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")
