@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class Checkpoint:
         weights_only: a W4A16 checkpoint.
         recipe: how codes decode; from the ``quads_qat`` entry of config.json, else the dialect's usual writer.
         foreign: others wrote it; its recipe is known up to what decodes alike.
+        renamed: weight of the model -> its name here, where the writer had names of its own; filled by :meth:`plan`.
     """
 
     reader: checkpoint_io.Reader
@@ -39,6 +40,7 @@ class Checkpoint:
     weights_only: bool
     recipe: Recipe
     foreign: bool = False
+    renamed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -73,14 +75,18 @@ class Checkpoint:
         Raises:
             ValueError: a missing tensor or a scale that is missing, NaN, zero or negative.
         """
-        wanted = dialects.tensor_names(name, self.dialect).weight
-        tensors = {n: self.reader.get(n) for n in wanted if n in self.reader}
+        tensors = {n: self.reader.get(n) for n in self.tensor_names(name).weight if n in self.reader}
         stack = not name.endswith(".weight") if transposed is None else transposed
-        return dialects.read(name, tensors, self.dialect, self.recipe, transposed=stack)
+        here = self.renamed.get(name, name)
+        return dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
+
+    def tensor_names(self, name: str) -> dialects.TensorNames:
+        """What the tensors of a quantized weight are called here."""
+        return dialects.tensor_names(self.renamed.get(name, name), self.dialect)
 
     def input_amax(self, name: str) -> Tensor | None:
         """The amax that the weight's activation scale stands for, [] float32; None if there is no such scale."""
-        scale_name = dialects.tensor_names(name, self.dialect).input_scale
+        scale_name = self.tensor_names(name).input_scale
         if scale_name not in self.reader:
             return None
         scale = self.reader.get(scale_name).float().reshape(())
@@ -101,8 +107,11 @@ class Checkpoint:
             merged = {parameter.rpartition(".")[0] for parameter in error.parameters}
             candidates = [name for name in candidates if name not in merged]
             every = disk_plan(model, select(model, recipe=self.recipe, only=candidates), self.dialect)
+        expected = {disk.name for disk in every.weights}
         on_disk = set(self.quantized())
-        self._require_placed(model, on_disk - {disk.name for disk in every.weights})
+        self.renamed = {_of_mixtral(n): n for n in on_disk - expected if _of_mixtral(n) in expected - on_disk}
+        on_disk = on_disk - set(self.renamed.values()) | self.renamed.keys()
+        self._require_placed(model, on_disk - expected)
         present: dict[str, list[bool]] = {}
         for disk in every.weights:
             present.setdefault(disk.weight.module, []).append(disk.name in on_disk)
@@ -121,6 +130,12 @@ class Checkpoint:
             raise ValueError(
                 f"{self.reader.path}: {lost[0]} is quantized, but {type(model).__name__} has no such weight"
             )
+
+
+def _of_mixtral(name: str) -> str:
+    """llm-compressor calls the experts' w1, w3, w2 by other names."""
+    names_ = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return re.sub(r"(?<=\.)(gate|up|down)_proj(?=\.weight$)", lambda found: names_[found[0]], name)
 
 
 def _can_be_packed(module: nn.Module) -> bool:
@@ -247,7 +262,7 @@ def _shared_input_amax(checkpoint: Checkpoint, disks: list[DiskWeight], *, requi
     amaxes = [checkpoint.input_amax(disk.name) for disk in disks]
     present = [a for a in amaxes if a is not None]
     if required and len(present) < len(amaxes):
-        name = dialects.tensor_names(disks[amaxes.index(None)].name, checkpoint.dialect).input_scale
+        name = checkpoint.tensor_names(disks[amaxes.index(None)].name).input_scale
         raise ValueError(
             f"{checkpoint.reader.path}: {name} is missing, and activation_scale='static' needs it; use "
             "activation_scale='per_token', or export with activations='observed'"

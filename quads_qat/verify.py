@@ -15,7 +15,7 @@ from quads_qat.autograd import fake_quantize_weight, group_amax
 from quads_qat.checkpoint_plan import DiskWeight, cut, disk_plan
 from quads_qat.config import Mode, Recipe
 from quads_qat.convert import conversion_of
-from quads_qat.dialects import FOREIGN_RECIPES, tensor_names
+from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
 from quads_qat.scale_groups import group_key
@@ -271,5 +271,5 @@ def _quantized_tensors(checkpoint: Checkpoint) -> set[str]:
 
 
 def _tensors_of(checkpoint: Checkpoint, weight: str) -> tuple[str, ...]:
-    names = tensor_names(weight, checkpoint.dialect)
+    names = checkpoint.tensor_names(weight)
     return (*names.weight, names.input_scale)
