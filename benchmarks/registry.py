@@ -71,7 +71,12 @@ class Report:
 
     @property
     def header(self) -> tuple[str, ...]:
-        return ("implementation", "best, ms", f"M {self.unit}/s", "time / ours", "note")
+        return ("implementation", "ms", "M/s", "time / ours", "note")
+
+    @property
+    def legend(self) -> str:
+        """What the columns hold."""
+        return f"ms: best of all rounds; M/s: million {self.unit}/s; time / ours: against the row with the same bytes"
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table as text, one tuple per row."""
@@ -89,9 +94,9 @@ class Report:
 
     def as_table(self) -> Table:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        table = Table(title=self.title, caption=f"{self.machine}, {versions}")
+        table = Table(title=self.title, caption=f"{self.machine}, {versions}\n{self.legend}")
         for i, name in enumerate(self.header):
-            table.add_column(name, justify="right" if 0 < i < 4 else "left", overflow="fold")
+            table.add_column(name, justify="right" if 0 < i < 4 else "left", no_wrap=i < 4, overflow="fold")
         for cells in self.cells():
             table.add_row(*cells)
         return table
@@ -101,7 +106,7 @@ class Report:
         lines = [f"## {self.title}", "", f"{self.machine}, {versions}, {date.today()}", ""]
         lines += ["| " + " | ".join(self.header) + " |", "| --- | ---: | ---: | ---: | --- |"]
         lines += ["| " + " | ".join(cells) + " |" for cells in self.cells()]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, "", self.legend]) + "\n"
 
     def as_json(self) -> str:
         measured = {"machine": self.machine, "versions": self.versions, "date": str(date.today())}
