@@ -53,7 +53,7 @@ _STATIC = (Recipe.MODELOPT_STATIC, Recipe.MODELOPT_STATIC_IEEE)
 _IEEE = (Recipe.MODELOPT_IEEE, Recipe.MODELOPT_STATIC_IEEE)
 
 # Blocks handled at once: small enough for a CPU's cache; a GPU wants few launches.
-_CHUNK_BLOCKS = {"cpu": 4096}
+_CHUNK_BLOCKS = {"cpu": 8192}
 _CHUNK_BLOCKS_DEFAULT = 1 << 22
 
 
