@@ -6,6 +6,8 @@ the bits stay those of the backend. Gradients live in ``autograd.py``.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = find_spec("triton") is not None
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -145,25 +148,46 @@ def require_finite(who: str, x: Tensor) -> None:
         )
 
 
-def _resolve(backend: Backend | str, x: Tensor) -> Backend:
+def _resolve(backend: Backend | str, x: Tensor) -> str:
+    """The backend to use for ``x``: Triton for CUDA tensors where it is installed, else the reference."""
     backend = Backend(backend)
-    if backend is Backend.TRITON:
-        raise ValueError("backend='triton' is not available in this version; use backend='auto' or 'reference'")
-    return Backend.REFERENCE
+    if backend is Backend.AUTO:
+        return (Backend.TRITON if x.is_cuda and _HAS_TRITON else Backend.REFERENCE).value
+    if backend is Backend.TRITON and not _HAS_TRITON:
+        raise ValueError("backend='triton' needs the triton package; pip install triton, or use backend='auto'")
+    if backend is Backend.TRITON and not x.is_cuda and not _interpreting():
+        raise ValueError(f"backend='triton' needs a CUDA tensor, got one on {x.device}; move it, or use backend='auto'")
+    return backend.value
+
+
+def _interpreting() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret
 
 
 # ----------------------------------------------------------------------------------------------------------- custom ops
 
 
 @torch.library.custom_op("quads_qat::amax", mutates_args=())
-def _amax(tensors: list[Tensor], dim: list[int] | None) -> Tensor:
-    return reference.amax(*tensors, dim=None if dim is None else tuple(dim)).clone()
+def _amax(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:
+    dims = None if dim is None else tuple(dim)
+    if backend == "triton" and _kernel_reduces(tensors[0], dims):
+        from quads_qat.kernels.amax import amax as kernel
+
+        return kernel(tensors, dims)
+    return reference.amax(*tensors, dim=dims).clone()
 
 
 @_amax.register_fake
-def _(tensors: list[Tensor], dim: list[int] | None) -> Tensor:
+def _(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:
     x = tensors[0]
     return x.new_empty(()) if dim is None else x.sum(dim, keepdim=dim == [-1])  # its shape; amax refuses empty dims
+
+
+def _kernel_reduces(x: Tensor, dim: tuple[int, ...] | None) -> bool:
+    """Whether the kernel knows this reduction: everything, all but the first dim, or the last dim."""
+    return dim is None or dim == (-1,) or (x.ndim > 1 and tuple(d % x.ndim for d in dim) == tuple(range(1, x.ndim)))
 
 
 @torch.library.custom_op("quads_qat::scale_from_amax", mutates_args=())
@@ -179,15 +203,25 @@ def _(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("quads_qat::quantize", mutates_args=())
 def _quantize(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str
+    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q = reference.quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=Recipe(recipe))
+    which = Recipe(recipe)
+    if backend == "triton":
+        from quads_qat.kernels.amax import amax
+        from quads_qat.kernels.quantize import quantize as kernel
+
+        if per_tensor_scale is None and tensor_amax is None:
+            tensor_amax = amax([x], None)
+        p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
+        qdata, block_scale = kernel(x, p, stored, source, recipe=which)
+        return qdata, block_scale, p.clone(), stored.clone()
+    q = reference.quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which)
     return q.qdata, q.block_scale, q.per_tensor_scale.clone(), q.stored_scale.clone()
 
 
 @_quantize.register_fake
 def _(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str
+    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *lead, k = x.shape
     given = per_tensor_scale if per_tensor_scale is not None else tensor_amax
@@ -202,26 +236,66 @@ def _(
 
 @torch.library.custom_op("quads_qat::dequantize", mutates_args=())
 def _dequantize(
-    qdata: Tensor, block_scale: Tensor, per_tensor_scale: Tensor, stored_scale: Tensor, recipe: str, dtype: torch.dtype
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    stored_scale: Tensor,
+    recipe: str,
+    dtype: torch.dtype,
+    backend: str = "reference",
 ) -> Tensor:
+    if backend == "triton":
+        from quads_qat.kernels.dequantize import dequantize as kernel
+
+        return kernel(qdata, block_scale, per_tensor_scale, stored_scale, recipe=Recipe(recipe), dtype=dtype)
     return reference.dequantize(NVFP4Tensor(qdata, block_scale, per_tensor_scale, Recipe(recipe), stored_scale), dtype)
 
 
 @_dequantize.register_fake
 def _(
-    qdata: Tensor, block_scale: Tensor, per_tensor_scale: Tensor, stored_scale: Tensor, recipe: str, dtype: torch.dtype
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    stored_scale: Tensor,
+    recipe: str,
+    dtype: torch.dtype,
+    backend: str = "reference",
 ) -> Tensor:
     return qdata.new_empty((*qdata.shape[:-1], 2 * qdata.shape[-1]), dtype=dtype)
 
 
 def _fake_quantize_impl(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, dtype: torch.dtype
+    x: Tensor,
+    per_tensor_scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    recipe: str,
+    dtype: torch.dtype,
+    backend: str = "reference",
 ) -> Tensor:
-    return reference.fake_quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=Recipe(recipe), dtype=dtype)
+    which = Recipe(recipe)
+    if backend == "triton":
+        from quads_qat.kernels.amax import amax
+        from quads_qat.kernels.fake_quantize import fake_quantize as kernel
+
+        if per_tensor_scale is None and tensor_amax is None:
+            tensor_amax = amax([x], None)
+        if which is Recipe.ALIGNED and tensor_amax is not None:
+            given = tensor_amax
+            out = kernel(x, given, given, given, from_amax=True, recipe=which, dtype=dtype)
+        else:
+            p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
+            out = kernel(x, p, stored, source, from_amax=False, recipe=which, dtype=dtype)
+        return out
+    return reference.fake_quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which, dtype=dtype)
 
 
 def _fake_quantize_meta(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, dtype: torch.dtype
+    x: Tensor,
+    per_tensor_scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    recipe: str,
+    dtype: torch.dtype,
+    backend: str = "reference",
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -272,7 +346,7 @@ def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims is not None:
         _check_amax_dims(tensors, dims)
-    return _amax(list(tensors), dims)
+    return _amax(list(tensors), dims, _resolve(Backend.AUTO, tensors[0]))
 
 
 def per_tensor_scale(
@@ -324,8 +398,8 @@ def quantize(
     _check_scales("quantize", x, per_tensor_scale, tensor_amax, recipe)
     if check_finite or (check_finite is None and _can_look(x)):
         require_finite("quantize", x)
-    _resolve(backend, x)
-    qdata, block_scale, p, stored = _quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value)
+    resolved = _resolve(backend, x)
+    qdata, block_scale, p, stored = _quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved)
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored)
 
 
@@ -338,8 +412,9 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: 
     if not isinstance(q, NVFP4Tensor):
         raise TypeError(f"dequantize: q must be an NVFP4Tensor, got {type(q).__name__}; quantize it first")
     _check_output_dtype("dequantize", dtype)
-    _resolve(backend, q.qdata)
-    return _dequantize(q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale, q.recipe.value, dtype)
+    resolved = _resolve(backend, q.qdata)
+    scales = q.per_tensor_scale, q.stored_scale
+    return _dequantize(q.qdata, q.block_scale, *scales, q.recipe.value, dtype, resolved)
 
 
 def fake_quantize(
@@ -365,13 +440,14 @@ def fake_quantize(
     _check_output_dtype("fake_quantize", dtype or x.dtype)
     if check_finite or (check_finite is None and _can_look(x)):
         require_finite("fake_quantize", x)
-    _resolve(backend, x)
-    return _fake_quantize(x, per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype)
+    resolved = _resolve(backend, x)
+    return _fake_quantize(x, per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype, resolved)
 
 
 def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """:func:`fake_quantize` for a backward pass: the same bits from an op of its own, checks done by the forward."""
-    return _fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype)
+    backend = _resolve(Backend.AUTO, x)
+    return _fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype, backend)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs

@@ -132,7 +132,7 @@ def per_tensor_scale(x: Tensor, *, recipe: Recipe = Recipe.ALIGNED, dim: int | t
 
 
 def _block_scale_bytes(a: Tensor, p: Tensor, source: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """E4M3 bytes (uint8) of blocks with amax ``a`` (float32); ``source``: G, A or p, see :func:`_scales`."""
+    """E4M3 bytes (uint8) of blocks with amax ``a`` (float32); ``source``: G, A or p, see :func:`scales`."""
     if recipe is Recipe.LLM_COMPRESSOR:
         low = a.to(dtype)
         scale = source * (low / torch.full_like(low, 6.0)).float()
@@ -227,7 +227,7 @@ def _pick(scale: Tensor, chunk: slice) -> Tensor:
     return scale if scale.ndim == 0 else scale[chunk]
 
 
-def _scales(x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+def scales(x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """``(per_tensor_scale, stored_scale, source)``: ``source`` is what block scales are made from.
 
     That is the tensor amax for the static recipes and TRANSFORMER_ENGINE, G for LLM_COMPRESSOR, else p.
@@ -288,7 +288,7 @@ def quantize(
     >>> quantize(torch.full((1, 16), 6.0)).block_scale
     tensor([[256.]], dtype=torch.float8_e4m3fn)
     """
-    p, stored, source = _scales(x, per_tensor_scale, tensor_amax, recipe)
+    p, stored, source = scales(x, per_tensor_scale, tensor_amax, recipe)
     n_blocks = x.numel() // BLOCK_SIZE
     qdata = torch.empty(n_blocks, BLOCK_SIZE // 2, dtype=torch.uint8, device=x.device)
     scale_bytes = torch.empty(n_blocks, dtype=torch.uint8, device=x.device)
@@ -332,7 +332,7 @@ def fake_quantize(
     >>> fake_quantize(torch.tensor([5.1, 0.3] + [0.0] * 14))[:2]
     tensor([5.2500, 0.4375])
     """
-    p, stored, source = _scales(x, per_tensor_scale, tensor_amax, recipe)
+    p, stored, source = scales(x, per_tensor_scale, tensor_amax, recipe)
     out = torch.empty(x.numel() // BLOCK_SIZE, BLOCK_SIZE, dtype=dtype or x.dtype, device=x.device)
     grid = _grid(recipe, x.device)
     for chunk, codes, _, scale in _encode(x, p, stored, source, recipe):

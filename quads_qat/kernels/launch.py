@@ -1,0 +1,97 @@
+"""What every launcher needs: the shape of a problem as blocks, scale groups and row strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quads_qat.config import Recipe
+from quads_qat.formats import BLOCK_SIZE
+
+RECIPES = {
+    Recipe.ALIGNED: 0,
+    Recipe.MODELOPT: 1,
+    Recipe.MODELOPT_IEEE: 1,
+    Recipe.MODELOPT_STATIC: 2,
+    Recipe.MODELOPT_STATIC_IEEE: 3,
+    Recipe.LLM_COMPRESSOR: 4,
+    Recipe.TRANSFORMER_ENGINE: 5,
+}
+TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """``x`` [..., K] as ``groups`` equal runs of blocks that have one per-tensor scale each.
+
+    Attributes:
+        x: the tensor to read; its last dim is contiguous (``transposed``: its second to last).
+        groups: how many scales; a run belongs to each.
+        blocks: blocks in a run.
+        per_row: blocks between jumps of ``row_stride`` elements; equals ``blocks`` where the run is contiguous.
+        row_stride: elements from row to row.
+        group_stride: elements from run to run.
+    """
+
+    x: Tensor
+    groups: int
+    blocks: int
+    per_row: int
+    row_stride: int
+    group_stride: int
+
+    @property
+    def strided(self) -> bool:
+        """Whether a run, or the step from run to run, leaves gaps."""
+        return self.per_row != self.blocks or self.group_stride != self.blocks * BLOCK_SIZE
+
+
+def blocks_of(x: Tensor, scale: Tensor | None) -> Blocks:
+    """Find the runs of ``x`` for a scale [] | [E] | [..., 1] (None as []); copies only strides that no run can express."""
+    k = x.shape[-1]
+    rows = x.numel() // k if k else 0
+    groups = 1 if scale is None or scale.ndim == 0 else scale.numel()
+    rows_per_group = rows // groups if groups else 0
+    if x.data_ptr() % 16:  # pairs and vectors want aligned rows; only odd slices of a tensor are not
+        x = x.clone(memory_format=torch.contiguous_format)
+    if not x.is_contiguous():
+        row_stride = _row_stride(x)
+        if row_stride is None:
+            x = x.contiguous()
+        else:
+            per_row = k // BLOCK_SIZE
+            return Blocks(x, groups, rows_per_group * per_row, per_row, row_stride, rows_per_group * row_stride)
+    blocks = rows_per_group * (k // BLOCK_SIZE)
+    return Blocks(x, groups, blocks, blocks, k, blocks * BLOCK_SIZE)
+
+
+def _row_stride(x: Tensor) -> int | None:
+    """The one stride between rows if all leading dims are evenly strided and the last is contiguous."""
+    if x.ndim < 2 or x.stride(-1) != 1 or x.stride(-2) % 8:
+        return None
+    for i in range(x.ndim - 3, -1, -1):
+        if x.shape[i] != 1 and x.stride(i) != x.stride(i + 1) * x.shape[i + 1]:
+            return None
+    return x.stride(-2)
+
+
+def is_transposed_stack(x: Tensor, scale: Tensor | None) -> bool:
+    """Whether ``x`` [E, N, K] is a contiguous [E, K, N] seen through ``.mT``, with one scale or one per expert."""
+    if x.ndim != 3 or x.is_contiguous() or not x.mT.is_contiguous():
+        return False
+    return scale is None or scale.ndim == 0 or scale.ndim == 1
+
+
+def scale_pointer(scale: Tensor) -> Tensor:
+    """The scales as a flat, contiguous tensor for a kernel."""
+    return scale.reshape(-1).contiguous()
+
+
+def grid_of(groups: int, per_group: int, tile: int) -> tuple[int, int]:
+    """(programs, programs per group)."""
+    tiles = triton.cdiv(per_group, tile)
+    return groups * tiles, tiles
