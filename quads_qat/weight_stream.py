@@ -173,8 +173,8 @@ def _rest(root: nn.Module, conversion: Conversion) -> dict[str, tuple[Tensor, to
     state = root.state_dict()
     masters = all(p.dtype == torch.float32 for p in root.parameters() if p.is_floating_point())
     cast = next(iter(conversion.weights.values())).format.export_dtype
-    declared = (getattr(root, "_keep_in_fp32_modules", None), getattr(root, "_keep_in_fp32_modules_strict", None))
-    kept = tuple(name for kept_names in declared for name in kept_names or ())
+    declared = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if cast == torch.float16 else [])]
+    kept = tuple(name for attribute in declared for name in getattr(root, attribute, None) or ())
     rest = {}
     for name in names.state_dict_names(root):
         if name not in conversion.weights:
