@@ -40,9 +40,9 @@ def skeleton(path: str | Path, disk_names: Collection[str], dtype: torch.dtype |
         with _parameters_on_meta():
             model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
     except Exception as error:  # whatever one of transformers' configs or models raises
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"{path}: transformers {transformers.__version__} cannot build {listed[0]} from config.json "
-            f"({type(error).__name__}: {error})"
+            f"{path}: transformers {transformers.__version__} cannot build {listed[0]} from config.json ({why})"
         ) from error
     _adopt_prefix(model, disk_names)
     return model.eval()
