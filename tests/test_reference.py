@@ -184,6 +184,21 @@ def test_the_ends_of_fp32(recipe: Recipe, largest: float):
         assert not reference.fake_quantize(x, recipe=recipe).isnan().any()
 
 
+def test_a_quotient_that_underflows_is_zero_to_modelopt_only():
+    x = torch.zeros(2, 16)
+    x[0, 0], x[1, 0] = 3e38, 1e-45
+    for recipe, byte in ((Recipe.ALIGNED, 0x01), (Recipe.MODELOPT, 0x38), (Recipe.MODELOPT_IEEE, 0x38)):
+        assert bits(reference.quantize(x, recipe=recipe).block_scale)[1].item() == byte
+
+
+@pytest.mark.parametrize("recipe", Recipe)
+def test_an_amax_of_zero_given_for_a_tensor_that_is_not(recipe: Recipe):
+    """Used as given: p = 1, and TransformerEngine's G = 1."""
+    q = reference.quantize(torch.full((16,), 24.0), tensor_amax=torch.tensor(0.0), recipe=recipe)
+    assert q.per_tensor_scale.item() == 1.0
+    assert q.block_scale.item() == (448.0 if recipe.value.startswith("modelopt-static") else 4.0)
+
+
 @pytest.mark.parametrize("p", [1e-45, 1e-40, 3.4e38])
 @pytest.mark.parametrize("recipe", [recipe for recipe in Recipe if recipe is not Recipe.ALIGNED])
 def test_a_useless_scale_still_gives_codes(recipe: Recipe, p: float):
