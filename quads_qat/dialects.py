@@ -128,9 +128,10 @@ def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe
         )
     if scale.numel() != 1 or not bool(torch.isfinite(scale).all() & (scale > 0).all()):
         raise ValueError(f"{names.scale} must be one finite number > 0, got {scale.flatten()[:4].tolist()}")
-    if bool((block_scale.view(torch.uint8) & 0x7F == 0x7F).any()):
+    if bool((block_scale.view(torch.uint8) > 0x7E).any()):
         raise ValueError(
-            f"{names.block_scale} holds NaN; the checkpoint is damaged or was made from non-finite weights"
+            f"{names.block_scale} holds NaN or negative scales; the checkpoint is damaged or was made from non-finite "
+            "weights"
         )
     if transposed:
         qdata, block_scale = (

@@ -60,14 +60,8 @@ class Checkpoint:
 
     def quantized(self) -> list[str]:
         """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, by the tensor names alone."""
-        endings = {".weight_scale": ".weight", "_weight_scale": ""}
-        found = []
-        for name in self.reader.names():
-            for ending, weight in endings.items():
-                if name.endswith(ending):
-                    found.append(name.removesuffix(ending) + weight)
-                    break
-        return found
+        found = (re.fullmatch(r"(.*)([._])weight_(scale|scale_2|global_scale|packed)", n) for n in self.reader.names())
+        return list(dict.fromkeys(m[1] + (".weight" if m[2] == "." else "") for m in found if m))
 
     def read(self, name: str, *, transposed: bool | None = None) -> NVFP4Tensor:
         """One quantized weight by its BF16 name, blocks along the last dim.
