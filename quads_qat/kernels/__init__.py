@@ -1,6 +1,6 @@
 """Triton kernels of the element-wise family: the functions of ``reference``, the same names, the same bits.
 
 One file per family; ``numerics`` holds the device arithmetic that they share, ``launch`` what every launcher needs.
-Rounding is done in arithmetic and integer bits, never with a float8 type or an approximate division, so that one source
-is exact in Triton's interpreter, on sm_80 (which has no fp8), sm_90, sm_100 and sm_120. Arguments are checked in ``ops``.
+Rounding is done in arithmetic and integer bits, never with a float8 type, so that one source is exact in Triton's
+interpreter, on sm_80 (which has no fp8), sm_90, sm_100 and sm_120. Arguments are checked in ``ops``.
 """

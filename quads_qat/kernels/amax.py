@@ -10,14 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads_qat.kernels.launch import blocks_of
-
 _INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
 @triton.jit
 def _finite_magnitude(x, INFINITY: tl.constexpr):
-    """Bits of |x| (int32 in, one element or a pair of 16-bit halves), 0 where it is not finite, the larger of a pair."""
+    """Bits of |x| of int32 words (one element or two halves), 0 where it is not finite; the larger of two halves."""
     if INFINITY == 0x7F800000:
         m = x & 0x7FFFFFFF
         m = tl.where(m < INFINITY, m, 0)
@@ -45,7 +43,18 @@ def _amax_of(x_ptr, out_ptr, words, group, part, parts, INFINITY: tl.constexpr, 
 
 @triton.jit
 def _amax_kernel(
-    x0_ptr, x1_ptr, x2_ptr, out_ptr, words0, words1, words2, parts0, parts1, parts2, INFINITY: tl.constexpr, TILE: tl.constexpr
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    out_ptr,
+    words0,
+    words1,
+    words2,
+    parts0,
+    parts1,
+    parts2,
+    INFINITY: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     group = tl.program_id(1)
@@ -133,7 +142,16 @@ def _launch(tensors: list[Tensor], out: Tensor, groups: int, dtype: torch.dtype)
     parts = [min(triton.cdiv(w, _TILE), max(1, _PARTS // groups)) for w in words]
     pad = 3 - len(even)
     _amax_kernel[(sum(parts), groups)](
-        *even, *even[:1] * pad, out, *words, *[0] * pad, *parts, *[0] * pad, INFINITY=_INFINITY[dtype], TILE=_TILE, num_warps=4
+        *even,
+        *even[:1] * pad,
+        out,
+        *words,
+        *[0] * pad,
+        *parts,
+        *[0] * pad,
+        INFINITY=_INFINITY[dtype],
+        TILE=_TILE,
+        num_warps=4,
     )
 
 

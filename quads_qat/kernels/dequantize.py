@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quads_qat.config import Recipe
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.launch import RECIPES, grid_of, scale_pointer
+from quads_qat.kernels.launch import RECIPES, grid_of, group_and_tile, scale_pointer
 
 
 @triton.jit
@@ -35,13 +35,13 @@ def _kernel(
     RECIPE: tl.constexpr,
     KEEPS_NEGATIVE_ZERO: tl.constexpr,
     PAIRS: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    group = pid // tiles
-    block = (pid % tiles) * TILE + tl.arange(0, TILE)
+    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
-    index = group.to(tl.int64) * n_blocks + block
+    index = group * n_blocks + block
     half = tl.arange(0, 8)[None, :]
     packed = tl.load(qdata_ptr + index[:, None] * 8 + half, mask=inside[:, None], other=0).to(tl.int32)
     s = num.e4m3_value(tl.load(block_scale_ptr + index, mask=inside, other=0).to(tl.int32))
@@ -62,13 +62,16 @@ def _kernel(
 def dequantize(
     qdata: Tensor, block_scale: Tensor, per_tensor_scale: Tensor, stored: Tensor, *, recipe: Recipe, dtype: torch.dtype
 ) -> Tensor:
-    """Triton twin of ``reference.dequantize``: [..., K] in ``dtype`` from codes, row-major scales and scales [] | [E] | [..., 1]."""
+    """Triton twin of ``reference.dequantize``: [..., K] in ``dtype``.
+
+    ``qdata`` [..., K/2], ``block_scale`` [..., K/16] row-major, ``per_tensor_scale`` and ``stored`` [] | [E] | [..., 1].
+    """
     out = torch.empty(*qdata.shape[:-1], 2 * qdata.shape[-1], dtype=dtype, device=qdata.device)
     if out.numel() == 0:
         return out
     groups = max(1, per_tensor_scale.numel())
     blocks = block_scale.numel() // groups
-    tile = 128
+    tile = 64
     programs, tiles = grid_of(groups, blocks, tile)
     _kernel[(programs,)](
         qdata.contiguous(),
@@ -81,7 +84,8 @@ def dequantize(
         RECIPE=RECIPES[recipe],
         KEEPS_NEGATIVE_ZERO=not recipe.value.startswith("modelopt"),
         PAIRS=dtype == torch.bfloat16 and recipe is Recipe.ALIGNED,
+        ONE_GROUP=groups == 1,
         TILE=tile,
-        num_warps=4,
+        num_warps=1,
     )
     return out

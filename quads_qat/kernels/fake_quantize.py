@@ -1,7 +1,7 @@
 """``fake_quantize``: read x once, write the decoded values once.
 
-bf16 with Recipe.ALIGNED takes the road of *pairs*: two bf16 numbers travel in one int32, their fp32 values are a shift
-and a mask away, and each code comes from one fused-multiply-add rounding. Everything else takes one fp32 lane an element.
+bf16 with Recipe.ALIGNED takes the road of *pairs* (``pairs.py``): two bf16 numbers travel in one int32. Everything else
+takes one fp32 lane an element.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from torch import Tensor
 
 from quads_qat.config import Recipe
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.launch import RECIPES, blocks_of, grid_of, is_transposed_stack, scale_pointer
+from quads_qat.kernels.launch import (
+    RECIPES,
+    blocks_of,
+    grid_of,
+    group_and_tile,
+    is_transposed_stack,
+    scale_pointer,
+)
 from quads_qat.kernels.pairs import block_scale_of_pairs, decoded_pairs, halves
 
 
@@ -29,16 +36,16 @@ def _pairs_kernel(
     group_stride,
     FROM_AMAX: tl.constexpr,
     STRIDED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    group = pid // tiles
-    block = (pid % tiles) * TILE + tl.arange(0, TILE)
+    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     lane = tl.arange(0, 8)[None, :]
-    out_offs = (group.to(tl.int64) * n_blocks + block)[:, None] * 8 + lane
+    out_offs = (group * n_blocks + block)[:, None] * 8 + lane
     if STRIDED:
-        start = group.to(tl.int64) * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
+        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
         offs = (start // 2)[:, None] + lane
     else:
         offs = out_offs
@@ -69,16 +76,16 @@ def _kernel(
     FROM_AMAX: tl.constexpr,
     STRIDED: tl.constexpr,
     KEEPS_NEGATIVE_ZERO: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    group = pid // tiles
-    block = (pid % tiles) * TILE + tl.arange(0, TILE)
+    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    block = tile * TILE + tl.arange(0, TILE)
     inside = (block < n_blocks)[:, None]
     lane = tl.arange(0, 16)[None, :]
-    out_offs = (group.to(tl.int64) * n_blocks + block)[:, None] * 16 + lane
+    out_offs = (group * n_blocks + block)[:, None] * 16 + lane
     if STRIDED:
-        start = group.to(tl.int64) * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
+        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
         offs = start[:, None] + lane
     else:
         offs = out_offs
@@ -97,7 +104,14 @@ def _kernel(
 
 @triton.jit
 def decoded_block(
-    x, p, stored, source, RECIPE: tl.constexpr, DTYPE: tl.constexpr, KEEPS_NEGATIVE_ZERO: tl.constexpr, AXIS: tl.constexpr = 1
+    x,
+    p,
+    stored,
+    source,
+    RECIPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    KEEPS_NEGATIVE_ZERO: tl.constexpr,
+    AXIS: tl.constexpr = 1,
 ):
     """fp32 ``x``, 16 elements of a block along AXIS -> its decoded values, NaN where the block is not finite."""
     magnitude = tl.abs(x)
@@ -159,7 +173,7 @@ def fake_quantize(
 
     Args:
         x: [..., K] fp32, bf16 or fp16; a transposed stack ([E, K, N].mT) is read and written without a copy.
-        scale: per-tensor scales, or with ``from_amax`` (ALIGNED only) the amaxes that they come from: [] | [E] | [..., 1].
+        scale: per-tensor scales [] | [E] | [..., 1], or with ``from_amax`` (ALIGNED only) the amaxes that they come from.
         stored: as the recipe stores the scale, same shape; ignored with ``from_amax``.
         source: what block scales are made from, same shape; ignored with ``from_amax``.
         from_amax: derive p in the kernel, so that amax and fake_quantize are two launches in all.
@@ -189,6 +203,7 @@ def fake_quantize(
             runs.group_stride,
             FROM_AMAX=from_amax,
             STRIDED=runs.strided,
+            ONE_GROUP=runs.groups == 1,
             TILE=tile,
             num_warps=4,
         )
@@ -210,6 +225,7 @@ def fake_quantize(
         FROM_AMAX=from_amax,
         STRIDED=runs.strided,
         KEEPS_NEGATIVE_ZERO=not recipe.value.startswith("modelopt"),
+        ONE_GROUP=runs.groups == 1,
         TILE=tile,
     )
     return out

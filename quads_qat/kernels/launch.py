@@ -51,7 +51,7 @@ class Blocks:
 
 
 def blocks_of(x: Tensor, scale: Tensor | None) -> Blocks:
-    """Find the runs of ``x`` for a scale [] | [E] | [..., 1] (None as []); copies only strides that no run can express."""
+    """The runs of ``x`` for a scale [] | [E] | [..., 1] (None as []); copies only strides that no run can express."""
     k = x.shape[-1]
     rows = x.numel() // k if k else 0
     groups = 1 if scale is None or scale.ndim == 0 else scale.numel()
@@ -89,6 +89,18 @@ def is_transposed_stack(x: Tensor, scale: Tensor | None) -> bool:
 def scale_pointer(scale: Tensor) -> Tensor:
     """The scales as a flat, contiguous tensor for a kernel."""
     return scale.reshape(-1).contiguous()
+
+
+@triton.jit
+def group_and_tile(pid, tiles, ONE_GROUP: tl.constexpr):
+    """Which scale group a program belongs to (int64), and which tile of it."""
+    if ONE_GROUP:  # no division: it costs a tenth of a small program
+        group = tl.zeros((), tl.int64)
+        tile = pid
+    else:
+        group = (pid // tiles).to(tl.int64)
+        tile = pid % tiles
+    return group, tile
 
 
 def grid_of(groups: int, per_group: int, tile: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
-"""Device arithmetic of NVFP4: E4M3 and E2M1 rounding, scales from amaxes, quotients. All fp32, all exact or one rounding.
+"""Device arithmetic of NVFP4: E4M3 and E2M1 rounding, scales from amaxes, quotients. fp32, exact or one rounding each.
 
-The derivations differ from ``reference`` on purpose (magic numbers and bits there are table searches): two ways, one
-answer.
+The derivations differ from ``reference`` on purpose: two ways, one answer.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def encode_scale_te(tensor_amax):
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """fp32 -> nearest value of DTYPE. The interpreter cuts bf16 off; there the bits are rounded first."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         b = bits(x)
         rounded = from_bits((b + 0x7FFF + ((b >> 16) & 1)) & -65536)
         x = tl.where(x == x, rounded, x)
@@ -115,7 +114,7 @@ def round_to(x, DTYPE: tl.constexpr):
 def block_scale_of(a, p, source, RECIPE: tl.constexpr, DTYPE: tl.constexpr):
     """(E4M3 block scale as fp32) of block amax ``a``; ``p``, ``source`` (G, A or p) broadcast against ``a``."""
     if RECIPE == ALIGNED:
-        s = aligned_block_scale(a, reciprocal_of_power_of_two(p), DTYPE == tl.float32)
+        s = aligned_block_scale(a, reciprocal_of_power_of_two(p), tl.float32 == DTYPE)
     elif RECIPE == MODELOPT:
         raw = tl.div_rn(a, 6.0 * p + a * 0.0)
         s = round_e4m3(tl.minimum(tl.maximum(tl.where(raw == 0.0, 1.0, raw), 0.001953125), 448.0))
@@ -149,10 +148,11 @@ def decode_scale_of(s, p, stored, RECIPE: tl.constexpr):
 
 @triton.jit
 def snapped(magnitude, encode):
-    """768 + magnitude * encode, rounded to 2**-14: an E2M1 midpoint where the exact quotient is one, and only there.
+    """768 + magnitude * encode, rounded to 2**-14: 768 + an E2M1 midpoint where the exact quotient is one, only there.
 
-    For 16-bit ``magnitude`` and ``encode`` = 1 / (s p) within a few ulps. The quotient of such a number by s p is either
-    a midpoint or at least 2**-14 away from one, relative to 0.25, the smallest; the product is within 2**-21 of it.
+    For ``magnitude`` a bf16 or fp16 number and ``encode`` = 1 / (s p) within a few ulps: the quotient by s p is a
+    midpoint or at least 2**-14 away from it (2**-12 of 0.25, the smallest), and the product within 2**-21 of the
+    quotient.
     """
     return tl.fma(magnitude, encode, 768.0)
 

@@ -1,8 +1,8 @@
 """bf16 in pairs, Recipe.ALIGNED: two elements in one int32, and few instructions, most of them on the FMA pipe.
 
-A bf16 number is the high half of the fp32 number of the same value, so a shift or a mask makes the fp32 lanes of a pair.
-What bounds these kernels after memory is the half-rate integer and compare pipe: hence sums that turn -0.0 into +0.0 and
-show NaN, NaN scales in place of selects, and codes that are the least of three lines.
+A bf16 number is the high half of the fp32 number of the same value: a shift or a mask makes the fp32 lanes of a pair.
+What bounds these kernels after memory is the half-rate pipe of integers and comparisons: hence sums that turn -0.0 into
++0.0 and show NaN, NaN scales in place of selects, and codes that are the least of three lines.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ SIGN = tl.constexpr(-2147483648)  # 0x80000000
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: fp32 numbers around it are integers
 
 
+MAGIC_PAIR = tl.constexpr(0x4B400000 + ((0x4B400000 << 4) & 0xFFFFFFFF) - (1 << 32))  # bits of MAGIC, plus << 4
+
+
 @triton.jit
 def halves(x):
     """int32 pairs -> fp32 (low, high) elements."""
@@ -24,13 +27,16 @@ def halves(x):
 
 
 @triton.jit
-def block_scale_of_pairs(low, high, inverse_p):
-    """Elements [T, 8] + [T, 8] of T blocks -> (block scales, whether each block is finite).
+def amax_and_zero(low, high):
+    """Elements [T, n] + [T, n] -> (amax [T], and 0, or NaN where one is not finite: x * 0 shows it, max drops it)."""
+    return tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), tl.sum(low * 0.0 + high * 0.0, 1)
 
-    x * 0 is NaN where x is not finite, and the maximum drops NaN: a block that is not finite gets some scale, no NaN.
-    """
-    a = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
-    finite = tl.sum(low * 0.0 + high * 0.0, 1) == 0.0
+
+@triton.jit
+def block_scale_of_pairs(low, high, inverse_p):
+    """Elements [T, 8] + [T, 8] of T blocks -> (block scales, whether each block is finite)."""
+    a, zero = amax_and_zero(low, high)
+    finite = zero == 0.0
     return num.aligned_block_scale(tl.where(finite, a, 0.0), inverse_p, False), finite
 
 
@@ -53,7 +59,7 @@ def decoded_pairs(low, high, s, finite, p, inverse_p):
 
 @triton.jit
 def _code(v, encode):
-    """fp32 element -> fp32 bits whose low three are its code: the least of 2y, y + 2, y/2 + 4 and 7, rounded to even."""
+    """fp32 element -> bits of MAGIC + its code: the least of 2y, y + 2, y/2 + 4 and 7, each rounded to even."""
     t = num.snapped(tl.abs(v), encode)
     code = tl.minimum(tl.fma(t, 2.0, MAGIC - 1536.0), t + (MAGIC + 2.0 - 768.0))
     code = tl.minimum(code, tl.fma(t, 0.5, MAGIC + 4.0 - 384.0))
@@ -61,9 +67,9 @@ def _code(v, encode):
 
 
 @triton.jit
-def packed_pairs(low, high, s, finite, inverse_p):
-    """Elements of T blocks -> int32 [T, 8], each a byte of two codes; 0 where a block is not finite."""
-    encode = ((1.0 / s) * inverse_p)[:, None]
-    codes = (_code(low, encode) & 0x7) | ((_code(high, encode) << 4) & 0x70)
+def packed_word(low, high, encode):
+    """Four pairs of a block [T, 4] + [T, 4] -> int32 [T]: eight codes, the first in the lowest bits."""
+    codes = _code(low, encode) + (_code(high, encode) << 4)  # and MAGIC's own bits
     signs = ((num.bits(low + 0.0) >> 28) & 0x8) | ((num.bits(high + 0.0) >> 24) & 0x80)
-    return tl.where(finite[:, None], codes | signs, 0)
+    lane = 8 * tl.arange(0, 4)[None, :]
+    return tl.sum(((codes - MAGIC_PAIR) | signs) << lane, 1)

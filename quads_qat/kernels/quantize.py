@@ -9,8 +9,16 @@ from torch import Tensor
 
 from quads_qat.config import Recipe
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.launch import RECIPES, blocks_of, grid_of, is_transposed_stack, scale_pointer
-from quads_qat.kernels.pairs import block_scale_of_pairs, halves, packed_pairs
+from quads_qat.kernels.launch import (
+    RECIPES,
+    Blocks,
+    blocks_of,
+    grid_of,
+    group_and_tile,
+    is_transposed_stack,
+    scale_pointer,
+)
+from quads_qat.kernels.pairs import amax_and_zero, halves, packed_word
 
 
 @triton.jit
@@ -21,12 +29,15 @@ def swizzled_offset(row, column, padded_columns):
 
 
 @triton.jit
-def _store_scale(scale_ptr, byte, group, block, n_blocks, inside, columns, padded_columns, padded_size, SWIZZLED: tl.constexpr):
+def _store_scale(
+    scale_ptr, byte, group, block, n_blocks, inside, columns, padded_columns, padded_size, SWIZZLED: tl.constexpr
+):
+    """Store the scale byte of each block, row-major or where the tensor-core order wants it."""
     if SWIZZLED:
         row = block // columns
-        offs = group.to(tl.int64) * padded_size + swizzled_offset(row.to(tl.int64), block % columns, padded_columns)
+        offs = group * padded_size + swizzled_offset(row.to(tl.int64), block % columns, padded_columns)
     else:
-        offs = group.to(tl.int64) * n_blocks + block
+        offs = group * n_blocks + block
     tl.store(scale_ptr + offs, byte.to(tl.uint8), mask=inside)
 
 
@@ -46,25 +57,33 @@ def _pairs_kernel(
     padded_size,
     STRIDED: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    group = pid // tiles
-    block = (pid % tiles) * TILE + tl.arange(0, TILE)
+    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
-    lane = tl.arange(0, 8)[None, :]
-    out_offs = (group.to(tl.int64) * n_blocks + block)[:, None] * 8 + lane
+    index = group * n_blocks + block
+    lane = tl.arange(0, 4)[None, :]
     if STRIDED:
-        start = group.to(tl.int64) * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
+        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
         offs = (start // 2)[:, None] + lane
     else:
-        offs = out_offs
-    x = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + offs, mask=inside[:, None], other=0)
+        offs = index[:, None] * 8 + lane
+    # A block's two halves, 16 bytes each, go to one thread: what belongs to a block is computed once, without shuffles.
+    words = x_ptr.to(tl.pointer_type(tl.int32)) + offs
+    low0, high0 = halves(tl.load(words, mask=inside[:, None], other=0))
+    low1, high1 = halves(tl.load(words + 4, mask=inside[:, None], other=0))
     inverse_p = num.reciprocal_of_power_of_two(tl.load(per_tensor_scale_ptr + group))
-    low, high = halves(x)
-    s, finite = block_scale_of_pairs(low, high, inverse_p)
-    codes = packed_pairs(low, high, s, finite, inverse_p)
-    tl.store(qdata_ptr + out_offs, codes.to(tl.uint8), mask=inside[:, None])
+    a0, zero0 = amax_and_zero(low0, high0)
+    a1, zero1 = amax_and_zero(low1, high1)
+    finite = zero0 + zero1 == 0.0
+    s = num.aligned_block_scale(tl.where(finite, tl.maximum(a0, a1), 0.0), inverse_p, False)
+    encode = ((1.0 / s) * inverse_p)[:, None]
+    first = tl.where(finite, packed_word(low0, high0, encode), 0)
+    second = tl.where(finite, packed_word(low1, high1, encode), 0)
+    out = qdata_ptr.to(tl.pointer_type(tl.int32)) + index[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(out, tl.join(first, second), mask=inside[:, None])
     byte = tl.where(finite, num.e4m3_byte(s), 0x7F)
     _store_scale(scale_ptr, byte, group, block, n_blocks, inside, columns, padded_columns, padded_size, SWIZZLED)
 
@@ -88,14 +107,14 @@ def _kernel(
     k_stride,
     RECIPE: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    group = pid // tiles
-    block = (pid % tiles) * TILE + tl.arange(0, TILE)
+    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     half = tl.arange(0, 8)[None, :]
-    start = group.to(tl.int64) * group_stride + (block // per_row).to(tl.int64) * row_stride
+    start = group * group_stride + (block // per_row).to(tl.int64) * row_stride
     start += (block % per_row).to(tl.int64) * 16 * k_stride
     offs = start[:, None] + 2 * half * k_stride
     p = tl.load(per_tensor_scale_ptr + group)
@@ -111,7 +130,7 @@ def _kernel(
     high, high_sign = num.quotient_of(odd, s[:, None], p, stored, RECIPE)
     byte = num.e2m1_code(low) | (num.e2m1_code(high) << 4) | tl.where(low_sign, 8, 0) | tl.where(high_sign, 128, 0)
     byte = tl.where(finite[:, None], byte, 0)
-    out_offs = (group.to(tl.int64) * n_blocks + block)[:, None] * 8 + half
+    out_offs = (group * n_blocks + block)[:, None] * 8 + half
     tl.store(qdata_ptr + out_offs, byte.to(tl.uint8), mask=inside[:, None])
     scale = tl.where(finite, num.e4m3_byte(s), 0x7F)
     _store_scale(scale_ptr, scale, group, block, n_blocks, inside, columns, padded_columns, padded_size, SWIZZLED)
@@ -145,31 +164,49 @@ def quantize(
     if x.numel() == 0:
         return qdata, scales.view(torch.float8_e4m3fn)
     transposed = is_transposed_stack(x, per_tensor_scale)
-    per_tensor_scale, stored, source = (_per_matrix(t, x, split=swizzled or transposed) for t in (per_tensor_scale, stored, source))
+    split = swizzled or transposed
+    per_tensor_scale, stored, source = (_per_matrix(t, x, split) for t in (per_tensor_scale, stored, source))
     if transposed:
-        groups, blocks, per_row, row_stride, group_stride, k_stride = x.shape[0], rows * columns, columns, 1, rows * k, rows
-        source_tensor, strided = x, True
+        runs = Blocks(x, x.shape[0], rows * columns, columns, 1, rows * k)
     else:
         runs = blocks_of(x, per_tensor_scale)
-        groups, blocks, per_row, row_stride, group_stride = runs.groups, runs.blocks, runs.per_row, runs.row_stride, runs.group_stride
-        source_tensor, strided, k_stride = runs.x, runs.strided, 1
-    layout = (columns, padded_columns, padded_rows * padded_columns)
+    shared = {
+        "n_blocks": runs.blocks,
+        "per_row": runs.per_row,
+        "row_stride": runs.row_stride,
+        "group_stride": runs.group_stride,
+        "columns": columns,
+        "padded_columns": padded_columns,
+        "padded_size": padded_rows * padded_columns,
+        "SWIZZLED": swizzled,
+        "ONE_GROUP": runs.groups == 1,
+    }
+    p = scale_pointer(per_tensor_scale)
     if x.dtype == torch.bfloat16 and recipe is Recipe.ALIGNED and not transposed:
-        programs, tiles = grid_of(groups, blocks, 128)
+        programs, tiles = grid_of(runs.groups, runs.blocks, 512)
         _pairs_kernel[(programs,)](
-            source_tensor, scale_pointer(per_tensor_scale), qdata, scales, blocks, tiles, per_row, row_stride, group_stride,
-            *layout, STRIDED=strided, SWIZZLED=swizzled, TILE=128, num_warps=4,
-        )  # fmt: skip
+            runs.x, p, qdata, scales, tiles=tiles, **shared, STRIDED=runs.strided, TILE=512, num_warps=4
+        )
     else:
-        programs, tiles = grid_of(groups, blocks, 64)
+        programs, tiles = grid_of(runs.groups, runs.blocks, 64)
+        k_stride = rows if transposed else 1
+        recipe_number = RECIPES[recipe]
         _kernel[(programs,)](
-            source_tensor, scale_pointer(per_tensor_scale), scale_pointer(stored), scale_pointer(source), qdata, scales,
-            blocks, tiles, per_row, row_stride, group_stride, *layout, k_stride,
-            RECIPE=RECIPES[recipe], SWIZZLED=swizzled, TILE=64,
-        )  # fmt: skip
+            runs.x,
+            p,
+            scale_pointer(stored),
+            scale_pointer(source),
+            qdata,
+            scales,
+            tiles=tiles,
+            **shared,
+            k_stride=k_stride,
+            RECIPE=recipe_number,
+            TILE=64,
+        )
     return qdata, scales.view(torch.float8_e4m3fn)
 
 
-def _per_matrix(scale: Tensor, x: Tensor, *, split: bool) -> Tensor:
+def _per_matrix(scale: Tensor, x: Tensor, split: bool) -> Tensor:
     """One scale becomes one per matrix of a stack where the kernel has to know the matrices apart."""
     return scale.expand(x.shape[0]) if split and scale.ndim == 0 and x.ndim == 3 else scale
