@@ -81,9 +81,14 @@ def tensor_names(name: str, dialect: Dialect) -> TensorNames:
     )
 
 
+def carries(dialect: Dialect, recipe: Recipe) -> bool:
+    """Whether what the recipe makes can be written in the dialect."""
+    return recipe in _EXPORTABLE[dialect]
+
+
 def check_recipe(recipe: Recipe, dialect: Dialect) -> None:
     """Refuse a recipe whose scale does not survive the dialect's form of it (1/(1/x) != x for 17 % of fp32)."""
-    if recipe not in _EXPORTABLE[dialect]:
+    if not carries(dialect, recipe):
         options = ", ".join(f"'{r}'" for r in _EXPORTABLE[dialect])
         raise ValueError(
             f"export: recipe '{recipe}' cannot be written in the {dialect} dialect without changing bits; use {options}"

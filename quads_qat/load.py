@@ -55,7 +55,10 @@ class Checkpoint:
         if not isinstance(ours, dict):
             return cls(reader, dialect, weights_only, dialects.FOREIGN_RECIPES[dialect][0], foreign=True)
         recipe = Recipe(ours.get("recipe"))
-        dialects.check_recipe(recipe, dialect)
+        if not dialects.carries(dialect, recipe):
+            raise ValueError(
+                f"{path}: recipe '{recipe}' does not go with the {dialect} dialect; config.json was changed"
+            )
         return cls(reader, dialect, weights_only, recipe)
 
     def quantized(self) -> list[str]:
