@@ -29,20 +29,43 @@ def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
 
 def fake_quantize_weight(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
     """The weight that the engine multiplies by, decoded into ``dtype``, in the layout of ``weight``. No gradient."""
-    oriented = _export_view(weight, fmt)
-    out = ops.fake_quantize(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype)
-    return out.transpose(-1, -2) if fmt.transposed else out
+    return _oriented(
+        ops.fake_quantize(_export_view(weight, fmt), tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt
+    )
 
 
-def _fake_quantize_weight_again(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+def _fake_quantize_weight_again(
+    weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype, grad: Tensor
+) -> Tensor:
+    """The same for a backward that got ``grad``."""
+    if torch.compiler.is_compiling():
+        amax = _after(amax, grad)
     oriented = _export_view(weight, fmt)
-    out = ops.fake_quantize_again(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype)
-    return out.transpose(-1, -2) if fmt.transposed else out
+    return _oriented(ops.fake_quantize_again(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
+
+
+@torch.library.custom_op("quads_qat::after", mutates_args=())
+def _after(x: Tensor, other: Tensor) -> Tensor:
+    """``x``, not to be had before ``other``.
+
+    A partitioner moves what it can compute from forward inputs alone into the forward graph, and keeps the result.
+    """
+    return x.clone()
+
+
+@_after.register_fake
+def _(x: Tensor, other: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _export_view(weight: Tensor, fmt: WeightFormat) -> Tensor:
     weight = weight.detach().to(fmt.export_dtype)
     return weight.transpose(-1, -2) if fmt.transposed else weight
+
+
+def _oriented(quantized: Tensor, fmt: WeightFormat) -> Tensor:
+    # in the memory layout of the parameter too: GEMMs give other bits for other strides
+    return quantized.transpose(-1, -2).contiguous() if fmt.transposed else quantized
 
 
 def fake_quantize_activation(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None = None) -> Tensor:
@@ -59,7 +82,7 @@ def activation_amax(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None
                 "activation_scale='static' needs observed activations: run some batches inside "
                 "`with quads_qat.observe_activations(model):` first"
             )
-        return static_amax
+        return static_amax.to(x.device)
     return ops.amax(x.detach(), dim=-1 if fmt.scale is ActivationScale.PER_TOKEN else None)
 
 
@@ -148,7 +171,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype)
+            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad)
             grad_x = rows.mm(quantized).view(x.shape)
         if ctx.needs_input_grad[1]:
             if ctx.activation is not None:
@@ -222,7 +245,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype)
+            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad)
             grad_x = _grouped_mm(grad, quantized.transpose(-2, -1) if ctx.fmt.transposed else quantized, offs)
         if ctx.needs_input_grad[1]:
             left, right = (x, grad) if ctx.fmt.transposed else (grad, x)

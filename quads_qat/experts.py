@@ -26,6 +26,14 @@ from quads_qat.scale_groups import ScaleGroup
 _WHOLE_STACK = ("GptOssExperts", "Llama4TextExperts")
 """Expert classes whose 3-D parameters have one per-tensor scale for all experts, in every dialect."""
 
+_SUM_IN = {
+    "NemotronHExperts": "weights",
+    "Inkling2Experts": "float32",
+    "Inkling2LoopExperts": "float32",
+    "OpenAIPrivacyFilterExperts": "float32",
+}
+"""Expert classes whose own loop adds the experts' outputs up in another dtype than that of the hidden states."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsLayout:
@@ -41,6 +49,8 @@ class ExpertsLayout:
         per_expert: one scale per expert; False for one scale for the whole stack.
         token_sorted: forward takes rows already sorted into equal groups (llama4), not routing indices.
         shared: every expert sees every row, scaled between its projections by a second argument (inkling).
+        sum_in: what the class' own loop adds the experts up in: the dtype of ``hidden`` states, of the routing
+            ``weights``, or ``float32``.
         routed_experts: experts that own weights; higher indices pass their input on (longcat's identity experts).
     """
 
@@ -53,6 +63,7 @@ class ExpertsLayout:
     per_expert: bool = True
     token_sorted: bool = False
     shared: bool = False
+    sum_in: str = "hidden"
     routed_experts: int = 0
 
     @property
@@ -86,6 +97,7 @@ def layout_of(module: nn.Module) -> ExpertsLayout | None:
         per_expert=kind not in _WHOLE_STACK,
         token_sorted=kind == "Llama4TextExperts",
         shared=kind == "InklingSharedExperts",
+        sum_in=_SUM_IN.get(kind, "hidden"),
         routed_experts=module._parameters["down_proj"].shape[0],  # pyright: ignore[reportOptionalMemberAccess]
     )
 
@@ -295,7 +307,8 @@ def experts_loop(
         outs = [_one_expert(module, layout, project, e, rows, scales[:, e, None]) for e in range(scales.shape[1])]
         return torch.stack(outs).float().sum(0).to(hidden_states.dtype).view(hidden_states.shape)
     top_k_index, top_k_weights = given
-    out = torch.zeros_like(hidden_states)
+    sum_dtype = {"weights": top_k_weights.dtype, "float32": torch.float32}.get(layout.sum_in, hidden_states.dtype)
+    out = torch.zeros_like(hidden_states, dtype=sum_dtype)
     for expert, slot, token in _routed(top_k_index):
         rows = hidden_states[token]
         if expert < layout.routed_experts:
@@ -304,7 +317,7 @@ def experts_loop(
             continue  # a masked slot of expert parallelism
         weighted = rows * top_k_weights[token, slot, None]
         out = out.index_add(0, token, weighted.to(out.dtype))
-    return out
+    return out.to(hidden_states.dtype)
 
 
 def _routed(top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -368,4 +381,4 @@ def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     out = out * weights.unsqueeze(-1)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return out[inverse].view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
+    return out[inverse].view(tokens, k, hidden_states.shape[-1]).sum(dim=1).to(hidden_states.dtype)

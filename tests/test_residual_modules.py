@@ -1,0 +1,300 @@
+"""Contract under test: packed modules compute what ``ops`` does for each GEMM; only a load changes a code."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bits import assert_same, assert_same_bits
+from safetensors.torch import load_file, save_file
+from small_modules import ListModel, fill
+from tiny_models import tiny_inputs, tiny_model
+from torch import Tensor, nn
+from twins import experts_and_inputs, run_experts
+
+import quads_qat as qq
+from quads_qat import ops
+from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig
+from quads_qat.convert import conversion_of, install, install_packed, quantize_weight, select
+from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
+
+TOKEN = ActivationFormat()
+MASK = torch.arange(64) % 3 == 0
+
+
+def packed_linear(**arguments: object) -> ResidualCompensatedLinear:
+    linear = fill(nn.Linear(64, 24))
+    q = ops.quantize(linear.weight.detach().bfloat16())
+    defaults = {"activation": TOKEN, "residual": ResidualConfig()}
+    return ResidualCompensatedLinear(q, linear.bias, **{**defaults, **arguments})
+
+
+def weight_only(model: nn.Module) -> nn.Module:
+    """A copy of the trainer ``model`` with packed weights and untouched activations."""
+    model = copy.deepcopy(model)
+    _, conversion = conversion_of(model, "test")
+    packed = {name: quantize_weight(model, conversion, weight) for name, weight in conversion.weights.items()}
+    install_packed(model, conversion, packed, dict.fromkeys(packed), None, None)
+    return model
+
+
+def x_of(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+# -------------------------------------------------------------------------------------------------------------- forward
+
+
+def test_a_packed_linear_calls_the_op_of_its_formats():
+    x, static = x_of(), ActivationFormat(scale=ActivationScale.STATIC)
+    module = packed_linear()
+    q, bias = module.packed(), module.bias.bfloat16()
+    module.bias.data = bias
+    assert_same_bits(module(x), ops.residual_linear(x, q, ResidualConfig(), bias))
+    assert_same_bits(packed_linear(residual=None).bfloat16()(x), ops.linear_w4a4(x, q, bias))
+    assert_same_bits(packed_linear(activation=None).bfloat16()(x), ops.linear_w4a16(x, q, bias))
+    amax, config = torch.tensor(2.0), ResidualConfig(scope="static")
+    module = packed_linear(activation=static, residual=config, input_amax=amax, residual_mask=MASK).bfloat16()
+    expected = ops.residual_linear(x, q, config, bias, activation=static, input_amax=amax, mask=MASK)
+    assert_same_bits(module(x), expected)
+
+
+def test_its_weight_can_be_read_in_the_dtype_of_the_model():
+    module = packed_linear()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert_same_bits(module.to(dtype).weight, ops.dequantize(module.packed(), dtype))
+    assert "weight" not in module.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4", "inkling"])
+def test_weight_only_is_the_trainers_w4a16_forward_bit_for_bit(arch: str, dtype: torch.dtype):
+    model = qq.convert(tiny_model(arch, dtype=dtype), "w4a16")
+    rollout = weight_only(model)
+    found, expected = (m(**tiny_inputs(model)).logits.detach() for m in (rollout, model))
+    if arch in ("gpt_oss", "llama4", "inkling"):
+        # Their own code is x @ W + b or a batched product, where ours is F.linear: other roundings of the same terms.
+        limit = 2**-6 if dtype == torch.bfloat16 else 2**-18
+        assert (found - expected).abs().max() <= limit * expected.abs().max()
+    else:
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("scope", ["token", "batch"])
+def test_each_projection_of_each_expert_compensates_its_own_rows(scope: str):
+    experts, inputs = experts_and_inputs("qwen3_moe", "grouped_mm")
+    config = ResidualConfig(fraction=0.25, scope=scope)
+    model = qq.convert(nn.ModuleList([experts]), "w4a4_residual", residual=config)
+    assert isinstance(model[0], ResidualCompensatedExperts)
+    first, down = (model[0].packed(name) for name in ("gate_up_proj", "down_proj"))
+    hidden, weights, index = inputs
+    expected = torch.zeros_like(hidden)
+    for e in range(4):
+        slot, token = torch.where(index.t() == e)
+        if token.numel():
+            one = [qq.NVFP4Tensor(q.qdata[e], q.block_scale[e], q.per_tensor_scale[e], q.recipe, q.stored_scale[e])
+                   for q in (first, down)]  # fmt: skip
+            gate, up = ops.residual_linear(hidden[token].detach(), one[0], config).chunk(2, -1)
+            y = ops.residual_linear(nn.functional.silu(gate) * up, one[1], config)
+            expected = expected.index_add(0, token, y * weights[token, slot, None])
+    assert_same_bits(run_experts(model[0], inputs).detach(), expected.detach())
+
+
+@pytest.mark.parametrize("make", [ListModel, lambda: tiny_model("gpt_oss")], ids=["list", "fused"])
+def test_a_rollout_is_near_its_trainer_and_nearer_with_more_compensation(make: Callable[[], nn.Module]):
+    trainer = qq.convert(fill(make(), scale=0.2), "w4a16")
+    x = torch.randn(4, 7, 32) if isinstance(trainer, ListModel) else tiny_inputs(trainer)
+
+    def run(model: nn.Module) -> Tensor:
+        return model(x) if isinstance(x, Tensor) else model(**x).logits.float()
+
+    gaps = []
+    for fraction in (0.0, 0.5, 1.0):
+        rollout = qq.convert(copy.deepcopy(trainer), "w4a4_residual", residual=ResidualConfig(fraction=fraction))
+        gaps.append((run(rollout) - run(trainer)).abs().mean().item())
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < gaps[0] / 4
+
+
+def test_convert_has_the_default_of_half_the_channels_per_token_and_passes_choices_on():
+    def first(**arguments: object) -> ResidualCompensatedLinear:
+        model = qq.convert(fill(nn.Sequential(nn.Linear(64, 24))), "w4a16")
+        with qq.observe_activations(model):
+            model(x_of(torch.float32))
+        return qq.convert(model, "w4a4_residual", **arguments)[0]
+
+    assert (first().residual, first().activation) == (ResidualConfig(fraction=0.5, scope="token"), ActivationFormat())
+    module = first(
+        residual=ResidualConfig(fraction=0), activation_scale="static", activation_recipe="transformer-engine"
+    )
+    assert module.residual.fraction == 0
+    assert module.activation == ActivationFormat(scale=ActivationScale.STATIC, recipe=qq.Recipe.TRANSFORMER_ENGINE)
+    assert_same_bits(module.input_amax, x_of(torch.float32).abs().max())
+
+
+# ---------------------------------------------------------------------------------------------- state, copies and moves
+
+CAST = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "float": lambda m: m.float(),
+    "double": lambda m: m.double(),
+    "to": lambda m: m.to(torch.float16),
+    "to a device and a dtype": lambda m: m.to("cpu", torch.bfloat16),
+    "type": lambda m: m.type(torch.float16),
+    "there and back": lambda m: m.half().bfloat16().float(),
+}
+
+
+def full_module() -> nn.Module:
+    static = ActivationFormat(scale=ActivationScale.STATIC)
+    return packed_linear(
+        activation=static,
+        residual=ResidualConfig(scope="static"),
+        input_amax=torch.tensor(2.3456789),
+        residual_mask=MASK.clone(),
+    )
+
+
+@pytest.mark.parametrize("cast", CAST)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_change_of_dtype_touches_no_code_no_scale_no_mask(cast: str, inside: bool):
+    module = full_module()
+    before = {name: buffer.clone() for name, buffer in module.state_dict().items() if name != "bias"}
+    CAST[cast](nn.Sequential(module) if inside else module)
+    for name, buffer in before.items():
+        assert_same_bits(module.state_dict()[name], buffer, name)
+    expected = {"there and back": torch.float32, "to": torch.float16, "type": torch.float16, "half": torch.float16}
+    assert module.bias.dtype == expected.get(cast, getattr(torch, cast, torch.bfloat16))
+
+
+def test_experts_keep_their_codes_too():
+    model = qq.convert(tiny_model("gpt_oss"), "w4a4_residual")
+    experts = next(m for m in model.modules() if isinstance(m, ResidualCompensatedExperts))
+    before = {name: copy.deepcopy(experts.packed(name)) for name in ("gate_up_proj", "down_proj")}
+    model.float()
+    for name, q in before.items():
+        assert_same(experts.packed(name), q)
+    assert experts.gate_up_proj_bias.dtype == torch.float32
+    assert model(**tiny_inputs(model)).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("through_file", [False, True])
+def test_a_state_dict_round_trips_also_through_safetensors(through_file: bool, tmp_path: Path):
+    model = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a4_residual")
+    expected = model(**tiny_inputs(model)).logits
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if through_file:
+        save_file(state, tmp_path / "model.safetensors")
+        state = load_file(tmp_path / "model.safetensors")
+    other = qq.convert(tiny_model("qwen3_moe", seed=2), "w4a4_residual")
+    places = {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
+    other.load_state_dict(state, strict=True)
+    assert_same_bits(other(**tiny_inputs(model)).logits, expected)
+    assert {name: tensor.data_ptr() for name, tensor in other.state_dict().items()} == places
+
+
+def test_a_state_dict_brings_a_static_scale_and_a_mask_to_a_module_without():
+    full, empty = full_module(), packed_linear()
+    empty.load_state_dict(full.state_dict(), strict=True)
+    assert_same_bits(empty.input_amax, full.input_amax)
+    assert_same_bits(empty.residual_mask, full.residual_mask)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        full.load_state_dict(packed_linear().state_dict(), strict=True)
+
+
+def test_a_deep_copy_is_independent():
+    module = full_module()
+    twin, x = copy.deepcopy(module), x_of(torch.float32)
+    expected = module(x)
+    module.weight_qdata.zero_()
+    module.weight_block_scale.view(torch.uint8).zero_()
+    assert_same_bits(twin(x), expected)
+    assert twin.weight_block_scale.dtype == torch.float8_e4m3fn
+
+
+def test_packed_weights_take_at_most_0_57_bytes_per_element():
+    model = tiny_model("qwen3_moe")
+    elements = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    qq.convert(model, "w4a4_residual", scope="experts")
+    held = sum(b.nbytes for n, b in model.state_dict().items() if ".experts." in n)
+    assert held <= 0.57 * elements
+
+
+def test_modules_can_be_built_on_meta_and_filled():
+    model = tiny_model("qwen3_moe")
+    expected = qq.convert(copy.deepcopy(model), "w4a4_residual")
+    with torch.device("meta"):
+        empty = copy.deepcopy(model).to("meta")
+    conversion = select(empty)
+    packed = {
+        n: q.to("meta") for n, w in conversion_of(qq.convert(model, "w4a16"), "test")[1].weights.items()
+        for q in [quantize_weight(model, conversion_of(model, "test")[1], w)]
+    }  # fmt: skip
+    install(empty, conversion)
+    install_packed(empty, conversion, packed, dict.fromkeys(packed), TOKEN, ResidualConfig())
+    empty.load_state_dict(expected.state_dict(), strict=True, assign=True)
+    kept = {name: b for name, b in expected.named_buffers() if name not in expected.state_dict()}
+    for name, buffer in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        empty.get_submodule(owner)._buffers[leaf] = buffer
+    assert_same_bits(empty(**tiny_inputs(model)).logits, expected(**tiny_inputs(model)).logits)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fraction": -0.1}, "fraction must be between 0 and 1, got -0.1"),
+        ({"fraction": 1.1}, "fraction must be between 0 and 1, got 1.1"),
+        ({"fraction": float("nan")}, "fraction must be between 0 and 1, got nan"),
+        ({"fraction": "half"}, "fraction must be between 0 and 1, got 'half'"),
+        ({"scope": "row"}, "ResidualScope: unknown value 'row'; choose one of batch, token, block, static"),
+        ({"norm": "l3"}, "ResidualNorm: unknown value 'l3'; choose one of l2, l1, max"),
+        ({"granularity": 8}, "granularity must be 1 or 16, got 8"),
+        ({"scope": "block", "granularity": 16}, "scope='block' ranks channels inside a block; use granularity=1"),
+    ],
+)
+def test_a_residual_config_refuses_what_it_does_not_know(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ResidualConfig(**arguments)
+
+
+STATIC_SCALE = ActivationFormat(scale=ActivationScale.STATIC)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "error", "message"),
+    [
+        (
+            torch.ones(2, 48),
+            {},
+            ValueError,
+            "weight must be [N, K] with x's K, got x.shape=(2, 48) and weight (24, 64)",
+        ),
+        (torch.ones(2, 40), {}, ValueError, "the last dim must be a multiple of 16"),
+        (torch.ones(2, 64).int(), {}, TypeError, "x must be float32, bfloat16 or float16, got torch.int32"),
+        (torch.ones(2, 64) / 0, {}, ValueError, "residual_linear: x holds 128 NaN or inf of 128 elements"),
+        (torch.ones(2, 64), {"activation": STATIC_SCALE}, ValueError, "activation_scale='static' needs input_amax"),
+        (torch.ones(2, 64), {"residual": ResidualConfig(scope="static")}, ValueError, "needs a calibrated mask"),
+        (
+            torch.ones(2, 64),
+            {"residual": ResidualConfig(scope="static"), "residual_mask": torch.ones(32, dtype=torch.bool)},
+            ValueError,
+            "mask must be bool [K=64], got torch.bool (32,)",
+        ),
+        (
+            torch.ones(2, 64),
+            {"residual": ResidualConfig(scope="static"), "residual_mask": torch.ones(64)},
+            ValueError,
+            "mask must be bool [K=64], got torch.float32 (64,)",
+        ),
+    ],
+)
+def test_a_packed_linear_refuses_wrong_input(x: Tensor, arguments: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        packed_linear(**arguments)(x)
