@@ -257,7 +257,7 @@ def _encode(
         pc, sc = _pick(p, chunk), _pick(stored, chunk)
         a = values.abs().amax(0)
         finite = torch.isfinite(a)
-        byte = _block_scale_bytes(torch.where(finite, a, 0), pc, _pick(source, chunk), recipe, x.dtype)
+        byte = _block_scale_bytes(a, pc, _pick(source, chunk), recipe, x.dtype)
         byte = torch.where(finite, byte, formats.E4M3_NAN_BYTE)
         scale = byte.view(torch.float8_e4m3fn).float()
         mask = torch.where(finite, 15, 0).int()

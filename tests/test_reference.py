@@ -311,6 +311,16 @@ def test_the_scale_of_a_transposed_stack_may_be_a_view():
     assert_same_blocks(reference.quantize(x, one), reference.quantize(x, torch.tensor(2.0**-9)))
 
 
+def test_the_stored_form_of_a_given_scale():
+    p = torch.tensor([0.3, 2.0**-9, 1e-30])
+    x = gaussian(3, 2, 16)
+    for recipe in [recipe for recipe in Recipe if recipe is not Recipe.ALIGNED]:
+        stored = {Recipe.LLM_COMPRESSOR: 1 / p, Recipe.TRANSFORMER_ENGINE: p * 2688}.get(recipe, p)
+        q = reference.quantize(x, p, recipe=recipe)
+        assert_same_bits(q.per_tensor_scale, p)
+        assert_same_bits(q.stored_scale, stored)
+
+
 def test_the_input_is_not_changed():
     for dtype in (torch.bfloat16, torch.float32):
         x = gaussian(3, 32, dtype=dtype)

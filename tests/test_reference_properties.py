@@ -130,6 +130,22 @@ def test_given_its_own_amax_or_none_is_the_same(case_recipe):
     assert_same(reference.quantize(case.x, tensor_amax=reference.amax(case.x), recipe=recipe), quantize(case, recipe))
 
 
+@given(cases(kinds=["scale"]), recipes)
+def test_a_given_scale_is_that_of_the_amax_2688_times_it(case: Case, recipe: Recipe):
+    assume(recipe is not Recipe.LLM_COMPRESSOR)  # its G = 2688 / A is rounded twice in the tensor's dtype
+    p = case.per_tensor_scale
+    assume(p.max() <= 2.0**100)
+    q, from_amax = quantize(case, recipe), reference.quantize(case.x, tensor_amax=2688 * p, recipe=recipe)
+    assert_same(q, from_amax)
+    assert_same_bits(q.stored_scale, 2688 * p if recipe is Recipe.TRANSFORMER_ENGINE else p)
+
+
+@given(cases([torch.bfloat16, torch.float16], kinds=["amax"]), recipes)
+def test_an_amax_in_fp32_or_in_the_tensor_s_dtype_is_the_same(case: Case, recipe: Recipe):
+    q = reference.quantize(case.x, tensor_amax=case.tensor_amax.float(), recipe=recipe)
+    assert_same(q, quantize(case, recipe))
+
+
 @given(any_recipe(kinds=["own"], leads=[(3,), (4,), (2, 2)]), st.integers(0, 4))
 def test_a_scale_group_quantized_together_or_apart(case_recipe, cut: int):
     case, recipe = case_recipe
