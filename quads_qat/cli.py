@@ -43,7 +43,7 @@ def main() -> None:
     """Entry point: library errors become one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except _UsageError as error:
+    except _UsageError as error:  # pyright: ignore[reportGeneralTypeIssues]
         fail(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
     except (ValueError, TypeError, OSError) as error:
         fail(str(error))
@@ -103,15 +103,10 @@ def demo(
 
 def _demo_table(result: dict[str, Any], directory: Path) -> None:
     table = Table(title="Log-prob gap on held-out text: NVFP4 rollouts (fp32 compute) against their trainers (bf16)")
-    for heading, justify in (
-        ("trainer", "left"),
-        ("rollout", "left"),
-        ("KL", "right"),
-        ("mean gap", "right"),
-        ("max gap", "right"),
-        ("perplexity", "right"),
-    ):
-        table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
+    table.add_column("trainer")
+    table.add_column("rollout")
+    for heading in ("KL", "mean gap", "max gap", "perplexity"):
+        table.add_column(heading, justify="right")
     previous = None
     for gap in result["gaps"]:
         if previous not in (None, gap["trainer"]):
@@ -150,8 +145,9 @@ def quantize(
     """Quantize a BF16 checkpoint into an NVFP4 one."""
     if not weights_only:
         fail(
-            "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; pass --weights-only for a "
-            "W4A16 checkpoint, or observe activations in Python and use quads_qat.export_checkpoint(activations='observed')"
+            "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; pass --weights-only "
+            "for a W4A16 checkpoint, or observe activations in Python and call "
+            "quads_qat.export_checkpoint(model, path, dialect=..., activations='observed')"
         )
     from quads_qat.export import quantize_checkpoint
     from quads_qat.load import Checkpoint

@@ -26,7 +26,7 @@ class _Choice(str, Enum):
 
 
 class Recipe(_Choice):
-    """Which arithmetic turns a tensor into codes and scales: rounding order and zero rules differ, the format does not."""
+    """Which arithmetic turns a tensor into codes and scales: rounding order and zero rules, never the format."""
 
     #: Powers of two as per-tensor scale; every step is one correct rounding of an exact number. The default.
     ALIGNED = "aligned"

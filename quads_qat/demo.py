@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Gap:
     Attributes:
         trainer, rollout: which two.
         kl: KL(rollout, trainer) in nats per byte, over the whole vocabulary.
-        mean, max: of \\|log pi_rollout - log pi_trainer\\| over the bytes of the text.
+        mean, max: of abs(log pi_rollout - log pi_trainer) over the bytes of the text.
         perplexity: of the rollout, per byte.
     """
 
@@ -74,7 +75,7 @@ def run(out: Path, steps: int, advance: Callable[[str], None] = lambda _: None) 
     half = len(text) // 2
     result: dict[str, Any] = {"gaps": [], "checkpoints": {}}
     for name, mode in TRAINERS.items():
-        trainer = _train(mode, text[:half], steps, lambda: advance(f"training {name}"))
+        trainer = _train(mode, text[:half], steps, partial(advance, f"training {name}"))
         advance(f"exporting {name}")
         folder = out / name.lower().replace(" ", "-")
         if mode is Mode.W4A16:
@@ -157,7 +158,7 @@ def _load_with_transformers(path: Path) -> dict[str, bool]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ measurement
+# -------------------------------------------------------------------------------------------------------- measurement
 
 
 def _measure(name: str, trainer: nn.Module, path: Path, text: bytes, advance: Callable[[str], None]) -> Iterator[Gap]:

@@ -15,8 +15,8 @@ class GapStats:
 
     Attributes:
         tokens: how many were counted.
-        max: largest \\|delta\\|, the metric of arXiv 2607.15810.
-        mean: mean \\|delta\\|.
+        max: largest abs(delta), the metric of arXiv 2607.15810.
+        mean: mean of abs(delta).
         k1: mean delta, the unbiased estimate of KL(rollout, trainer); can be negative.
         k3: mean of exp(-delta) - 1 + delta, the low-variance, non-negative estimate of the same KL.
         share_over_ln2: share of tokens whose probability differs by more than a factor of two.

@@ -161,9 +161,9 @@ def _resolve(backend: Backend | str, x: Tensor) -> str:
 
 
 def _interpreting() -> bool:
-    import triton
+    from triton import knobs
 
-    return triton.knobs.runtime.interpret
+    return knobs.runtime.interpret
 
 
 # ----------------------------------------------------------------------------------------------------------- custom ops

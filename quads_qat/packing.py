@@ -31,9 +31,9 @@ def swizzle_block_scale(block_scale: Tensor) -> Tensor:
     """Row-major scales [..., N, K/16] -> the tensor-core order, one byte each, flat in the last dim.
 
     Each tile of 128 rows x 4 columns becomes 512 contiguous bytes; scale (n, k) lies at
-    ``((n//128) * ceil(Kb/4) + k//4) * 512 + (n%32) * 16 + ((n%128)//32) * 4 + k%4`` with Kb = K/16. Rows and columns are
-    padded with zeros to whole tiles. PyTorch calls this ``SWIZZLE_32_4_4``; cuBLAS, TensorRT-LLM, FlashInfer, vLLM
-    and TransformerEngine share it.
+    ``((n//128) * ceil(Kb/4) + k//4) * 512 + (n%32) * 16 + ((n%128)//32) * 4 + k%4`` with Kb = K/16. Rows and columns
+    are padded with zeros to whole tiles. PyTorch calls this ``SWIZZLE_32_4_4``; cuBLAS, TensorRT-LLM, FlashInfer,
+    vLLM and TransformerEngine share it.
 
     Args:
         block_scale: [..., N, K/16], any one-byte dtype.

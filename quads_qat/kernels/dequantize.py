@@ -64,7 +64,7 @@ def dequantize(
 ) -> Tensor:
     """Triton twin of ``reference.dequantize``: [..., K] in ``dtype``.
 
-    ``qdata`` [..., K/2], ``block_scale`` [..., K/16] row-major, ``per_tensor_scale`` and ``stored`` [] | [E] | [..., 1].
+    ``qdata`` [..., K/2], ``block_scale`` [..., K/16] row-major, scales [] | [E] | [..., 1].
     """
     out = torch.empty(*qdata.shape[:-1], 2 * qdata.shape[-1], dtype=dtype, device=qdata.device)
     if out.numel() == 0:

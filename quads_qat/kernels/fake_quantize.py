@@ -173,7 +173,7 @@ def fake_quantize(
 
     Args:
         x: [..., K] fp32, bf16 or fp16; a transposed stack ([E, K, N].mT) is read and written without a copy.
-        scale: per-tensor scales [] | [E] | [..., 1], or with ``from_amax`` (ALIGNED only) the amaxes that they come from.
+        scale: per-tensor scales [] | [E] | [..., 1]; with ``from_amax`` (ALIGNED only) the amaxes they come from.
         stored: as the recipe stores the scale, same shape; ignored with ``from_amax``.
         source: what block scales are made from, same shape; ignored with ``from_amax``.
         from_amax: derive p in the kernel, so that amax and fake_quantize are two launches in all.

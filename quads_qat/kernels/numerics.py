@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 # Recipes as compile-time numbers; ``launch.RECIPES`` maps the enum.
 ALIGNED = tl.constexpr(0)
@@ -16,7 +17,7 @@ MODELOPT_STATIC_IEEE = tl.constexpr(3)
 LLM_COMPRESSOR = tl.constexpr(4)
 TRANSFORMER_ENGINE = tl.constexpr(5)
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 """The interpreter's fma rounds twice; there a division takes the place of Markstein's, which has the same value."""
 
 R6 = tl.constexpr(0.16666667163372039794921875)  # fl32(1/6)

@@ -1,0 +1,149 @@
+"""The command line: results, JSON, exit codes, and one-line errors."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from quads_qat import cli
+from quads_qat.demo import DATA
+
+
+@dataclass
+class Done:
+    """What a call left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def quads_qat(*arguments: object) -> Done:
+    """Call the entry point in this process, as the installed script does."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["quads-qat", *map(str, arguments)]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as exit_,
+    ):
+        cli.main()
+    return Done(exit_.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def assert_one_line_error(done: Done, message: str) -> None:
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("quads-qat: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped model, quantized into both dialects by the command line."""
+    folder = tmp_path_factory.mktemp("cli")
+    paths = {dialect: folder / dialect for dialect in ("modelopt", "compressed-tensors")}
+    for dialect, path in paths.items():
+        done = quads_qat("quantize", DATA, path, "--weights-only", "--dialect", dialect, "--json")
+        assert done.returncode == 0, done.stderr
+        summary = json.loads(done.stdout)
+        assert (summary["dialect"], summary["recipe"], summary["quantized"]) == (dialect, "aligned", 112)
+    return paths
+
+
+def test_verify_says_equal(checkpoints: dict[str, Path]):
+    for path in checkpoints.values():
+        done = quads_qat("verify", DATA, path, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"ok": True, "quantized": 112, "other": 23, "differences": {}}
+
+
+def test_verify_names_the_tensor_that_differs(checkpoints: dict[str, Path], tmp_path: Path):
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in checkpoints["modelopt"].iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(damaged / "model.safetensors")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    tensors[name][3, 7] ^= 1
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    done = quads_qat("verify", DATA, damaged)
+    assert done.returncode == 1
+    assert name in done.stdout.replace("\n", "")
+    done = quads_qat("diff", checkpoints["modelopt"], damaged, "--json")
+    assert done.returncode == 1
+    (row,) = json.loads(done.stdout)["differences"]
+    assert (row["name"], row["codes"], row["block_scales"], row["values"]) == (name, 1, 0, 1)
+
+
+def test_diff_across_dialects_is_empty(checkpoints: dict[str, Path]):
+    done = quads_qat("diff", checkpoints["modelopt"], checkpoints["compressed-tensors"], "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"equal": True, "differences": []}
+
+
+def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_dir: Path):
+    done = quads_qat("inspect", checkpoints["compressed-tensors"], "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["weights"], summary["recipe"], summary["quantized_elements"]) == ("W4A16", "aligned", 7077888)
+    assert summary["problems"] == []
+    done = quads_qat("inspect", data_dir / "checkpoints" / "modelopt" / "qwen3moe-nvfp4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["weights"] == "W4A4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("quantize", DATA, "{tmp}/out"), "pass --weights-only"),
+        (("quantize", "{tmp}/nothing", "{tmp}/out", "--weights-only"), "no such directory"),
+        (("quantize", DATA, DATA, "--weights-only"), "exists already; remove it or choose another destination"),
+        (("quantize", DATA, "{tmp}/a/b", "--weights-only"), "no such directory; create it first"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "foo"), "'foo' is not one of 'aligned'"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "llm-compressor"), "use 'aligned', 'modelopt'"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--exclude", "nothing.*"), "no module with weights matches"),
+        (("verify", DATA, DATA), "this is no NVFP4 checkpoint"),
+        (("inspect", DATA), "this is no NVFP4 checkpoint"),
+        (("diff", DATA, DATA), "this is no NVFP4 checkpoint"),
+        (("demo", "--steps", "1"), "steps"),
+        (("unknown",), "unknown"),
+        (("quantize",), "ource"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments: tuple[object, ...], message: str, tmp_path: Path):
+    assert_one_line_error(quads_qat(*(str(a).replace("{tmp}", str(tmp_path)) for a in arguments)), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_is_the_command_line():
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "120"}
+    command = [sys.executable, "-m", "quads_qat", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("demo", "quantize", "verify", "inspect", "diff"))
+
+
+def test_demo_runs_and_keeps_the_papers_order(tmp_path: Path):
+    done = quads_qat("demo", "--out", tmp_path / "demo", "--steps", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert all("are equal, bit for bit" in report for report in result["checkpoints"].values())
+    assert len(result["checkpoints"]) == 4
+    assert result["transformers"]["equal_with_patch"]
+    assert (tmp_path / "demo" / "gap.png").read_bytes().startswith(b"\x89PNG")
+    kl = {(g["trainer"], g["rollout"]): g["kl"] for g in result["gaps"]}
+    naive, compensated = "naive W4A4", "W4A4 + residual 50 %"
+    assert kl["W4A16 QAT", compensated] < 0.2 * kl["W4A16 QAT", naive]
+    assert kl["W4A16 QAT", compensated] < 0.2 * min(kl["BF16", compensated], kl["W4A4 QAT", naive])
+    assert_one_line_error(quads_qat("demo", "--out", tmp_path / "demo", "--steps", "4"), "is not empty")

@@ -1,0 +1,26 @@
+"""The examples of README.md run as they stand, in an empty directory."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README.read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout"])
+def test_example_runs(name: str, tmp_path: Path):
+    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", EXAMPLES[name]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = {"trainer": "are equal, bit for bit", "rollout": "GapStats(tokens=9"}[name]
+    assert expected in done.stdout
+
+
+def test_examples_are_short():
+    assert all(len(code.strip().splitlines()) <= 12 for code in EXAMPLES.values())
