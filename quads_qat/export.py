@@ -66,7 +66,7 @@ def export_checkpoint(
     _require_space(Path(path), sum(_nbytes(dtype, shape) for _, dtype, shape in metadata))
     with checkpoint_io.whole_directory(path) as directory:
         checkpoint_io.write_shards(directory, export_weights(model, dialect, activations=activations), shard_bytes)
-        ignored = _ignored(rest, plan, root)
+        ignored = _ignored(rest, plan, root, dialect)
         _write_configs(directory, config, dialect, ignored, conversion, weights_only=activations == "none")
         if source is not None:
             checkpoint_io.copy_companions(Path(source), directory)
@@ -111,7 +111,7 @@ def quantize_checkpoint(
     with checkpoint_io.whole_directory(destination) as directory:
         stream = _stream_files(reader, conversion, plan, dialect, scales, list(rest), progress)
         checkpoint_io.write_shards(directory, stream, shard_bytes)
-        ignored = _ignored(rest, plan, model)
+        ignored = _ignored(rest, plan, model, dialect)
         _write_configs(directory, dict(reader.config), dialect, ignored, conversion, weights_only=activations == "none")
         checkpoint_io.copy_companions(reader.path, directory)
 
@@ -240,11 +240,13 @@ def _tensor_names(plan: Plan, dialect: Dialect) -> set[str]:
     return names
 
 
-def _ignored(rest: dict[str, int], plan: Plan, model: nn.Module) -> list[str]:
+def _ignored(rest: dict[str, int], plan: Plan, model: nn.Module, dialect: Dialect) -> list[str]:
     """Modules that keep a weight of two or more dims, by full name on disk; the head also when it is tied.
 
     Engines know experts as one module, so single experts bring ``...experts`` with them. A module that holds a
     quantized one (a Mamba mixer with its 2-D ``A_log``) is left out: engines take an entry to mean all below it.
+    vLLM takes a plain entry of the ModelOpt dialect for a substring; where that would hit a quantized module, the last
+    letter is put in brackets, which only patterns match.
     """
     matrices = [name for name, ndim in rest.items() if ndim >= 2]
     ignored = {n.removesuffix(".weight") if n.endswith(".weight") else n.rpartition(".")[0] for n in matrices}
@@ -252,7 +254,11 @@ def _ignored(rest: dict[str, int], plan: Plan, model: nn.Module) -> list[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ignored.update(name for name, module in model.named_modules() if module is head and name)
     holds_quantized = {disk.name[: dot.start()] for disk in plan.weights for dot in re.finditer(r"\.", disk.name)}
-    return sorted(ignored - holds_quantized, key=natural_order)
+    found = sorted(ignored - holds_quantized, key=natural_order)
+    if dialect is not Dialect.MODELOPT:
+        return found
+    quantized = "\n".join({disk.name.removesuffix(".weight"): None for disk in plan.weights})
+    return [f"{name[:-1]}[{name[-1]}]" if name in quantized else name for name in found]
 
 
 # ---------------------------------------------------------------------------------------------------------------- space

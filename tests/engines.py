@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -45,12 +46,16 @@ def vllm_ignores(name: str, patterns: Iterable[str]) -> bool:
 
 def sglang_ignores(name: str, patterns: Iterable[str]) -> bool:
     """ModelOpt dialect: a regex against the whole name, or against any one component of it."""
-    regexes = [re.compile(pattern.replace(".", r"\.").replace("*", r".*")) for pattern in patterns]
     parts = [name, *name.split(".")]
     shards = _shards(name)
-    return any(regex.fullmatch(part) for regex in regexes for part in parts) or (
+    return any(regex.fullmatch(part) for regex in _sglang_regexes(tuple(patterns)) for part in parts) or (
         bool(shards) and all(sglang_ignores(shard, patterns) for shard in shards)
     )
+
+
+@cache
+def _sglang_regexes(patterns: tuple[str, ...]) -> list[re.Pattern[str]]:
+    return [re.compile(pattern.replace(".", r"\.").replace("*", r".*")) for pattern in patterns]
 
 
 def tensorrt_ignores(name: str, patterns: Iterable[str]) -> bool:
@@ -81,14 +86,16 @@ def modules(stored: dict[str, Tensor]) -> tuple[set[str], set[str]]:
     """(quantized modules, modules in high precision that have a matrix), as engines name them: fused ones, too."""
     quantized, plain = set(), set()
     for name, tensor in stored.items():
-        if name.endswith(SCALES) or tensor.ndim < 2:
+        if name.endswith((*SCALES, "bias")) or tensor.ndim < 2:
             continue
-        if name.endswith((".weight", ".weight_packed")) or tensor.ndim == 3:  # 3-D: a stack of experts
-            (quantized if tensor.dtype == torch.uint8 else plain).add(name.rpartition(".")[0])
+        module = name.rpartition(".")[0]
+        if name.endswith((".weight", ".weight_packed")) or module.endswith("experts"):
+            (quantized if tensor.dtype == torch.uint8 else plain).add(module)
     for found in (quantized, plain):
         for name in list(found):
             parent, _, leaf = name.rpartition(".")
-            found |= {f"{parent}.{fused}" for fused, shards in FUSED.items() if leaf in shards}
+            fused = [f for f, shards in FUSED.items() if leaf in shards]
+            found |= {f"{parent}.{f}" for f in fused if all(f"{parent}.{shard}" in found for shard in FUSED[f])}
             if experts := re.match(r"(.*\.experts)\.\d+\.", name):
                 found.add(experts[1])
     return quantized, plain
