@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Checkpoint:
         weights_only: a W4A16 checkpoint.
         recipe: how codes decode; from the ``quads_qat`` entry of config.json, else the dialect's usual writer.
         foreign: others wrote it; its recipe is known up to what decodes alike.
-        renamed: weight of the model -> its name here, where the writer had names of its own; filled by :meth:`plan`.
+        renamed: weight of the model -> its name here, where the writer had names of its own.
     """
 
     reader: checkpoint_io.Reader
@@ -65,6 +65,12 @@ class Checkpoint:
         """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, by the tensor names alone."""
         found = (re.fullmatch(r"(.*)([._])weight_(scale|scale_2|global_scale|packed)", n) for n in self.reader.names())
         return list(dict.fromkeys(m[1] + (".weight" if m[2] == "." else "") for m in found if m))
+
+    def quantized_as(self, expected: Collection[str]) -> set[str]:
+        """:meth:`quantized` in the names that the model ``expected``; fills ``renamed``."""
+        on_disk = set(self.quantized())
+        self.renamed = {_of_mixtral(n): n for n in on_disk.difference(expected) if _of_mixtral(n) in expected}
+        return on_disk - set(self.renamed.values()) | self.renamed.keys()
 
     def read(self, name: str, *, transposed: bool | None = None) -> NVFP4Tensor:
         """One quantized weight by its BF16 name, blocks along the last dim.
@@ -105,9 +111,7 @@ class Checkpoint:
             candidates = [name for name in candidates if name not in merged]
             every = disk_plan(model, select(model, recipe=self.recipe, only=candidates), self.dialect)
         expected = {disk.name for disk in every.weights}
-        on_disk = set(self.quantized())
-        self.renamed = {_of_mixtral(n): n for n in on_disk - expected if _of_mixtral(n) in expected - on_disk}
-        on_disk = on_disk - set(self.renamed.values()) | self.renamed.keys()
+        on_disk = self.quantized_as(expected)
         self._require_placed(model, on_disk - expected)
         present: dict[str, list[bool]] = {}
         for disk in every.weights:

@@ -100,6 +100,8 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     checkpoint = Checkpoint.open(path)
     _require_recipe(checkpoint, conversion.recipe)
     plan = disk_plan(root, conversion, checkpoint.dialect)
+    expected = {disk.name for disk in plan.weights}
+    extra = checkpoint.quantized_as(expected) - expected
     report = Report()
     trained: dict[str, Tensor] = {}
     for disk in plan.weights:
@@ -110,10 +112,10 @@ def verify(model: nn.Module, path: str | Path) -> Report:
             value = fake_quantize_weight(master, amax, fmt, fmt.export_dtype)
             trained = {weight.name: value.mT if fmt.transposed else value}
         _compare_quantized(report, checkpoint, disk, cut(trained[weight.name], disk.expert, disk.rows).cpu())
-    extra = set(checkpoint.quantized()) - {disk.name for disk in plan.weights}
     report.differences |= dict.fromkeys(sorted(extra), "quantized in the checkpoint, not in the model")
     for name, tensor in export_rest(root, conversion, plan):
-        _compare(report, checkpoint.reader, name, tensor)
+        if name not in extra:
+            _compare(report, checkpoint.reader, name, tensor)
     return report.raise_if_different()
 
 
@@ -240,8 +242,8 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     weights = checkpoint.quantized()
     for name in weights:
         try:
-            q = checkpoint.read(name)
             with_input += checkpoint.input_amax(name) is not None
+            q = checkpoint.read(name)
         except ValueError as error:
             problems.append(str(error))
             continue

@@ -1,0 +1,290 @@
+"""Contract under test: ``verify`` and ``diff`` see every bit, and name the tensor that it is in."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import CHECKPOINTS, config, rewritten, tensors
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import quads_qat as qq
+from quads_qat import Dialect, Recipe
+from quads_qat.verify import VerificationError, inspect_checkpoint
+
+SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
+IDS = torch.randint(0, 120, (1, 12), generator=torch.Generator().manual_seed(0))
+dialects = pytest.mark.parametrize("dialect", list(Dialect), ids=str)
+MODULE, EXPERT = "model.layers.1.self_attn.k_proj", "model.layers.0.mlp.experts.3.down_proj"
+ENDINGS = {
+    Dialect.MODELOPT: ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+    Dialect.COMPRESSED_TENSORS: ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+}
+
+
+@cache
+def trainer(scope: str = "all") -> nn.Module:
+    """Observed; only read."""
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16", scope=scope)
+    with torch.no_grad(), qq.observe_activations(model):
+        model(IDS)
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def exported(dialect: str, activations: str = "observed", scope: str = "all") -> Path:
+        path = tmp_path_factory.mktemp("out") / "checkpoint"
+        qq.export_checkpoint(trainer(scope), path, dialect=dialect, activations=activations)
+        return path
+
+    return exported
+
+
+#: Every name that :func:`damages` may look up.
+ALL_NAMES = [f"{m}.{ending}" for m in (MODULE, EXPERT) for endings in ENDINGS.values() for ending in endings]
+ALL_NAMES += ["model.layers.1.mlp.gate.weight", "model.norm.weight"]
+
+
+def flip(tensor: Tensor, at: int = 5, bit: int = 0) -> Tensor:
+    """One bit of the byte ``at``."""
+    flat = tensor.clone().contiguous().reshape(-1)
+    flat.view(torch.uint8)[at] ^= 1 << bit
+    return flat.view(tensor.shape)
+
+
+@dialects
+@pytest.mark.parametrize("activations", ["none", "observed"])
+@pytest.mark.parametrize("scope", ["all", "mlp", "experts"])
+def test_what_was_exported_is_what_is_trained_with(
+    scope: str, activations: str, dialect: Dialect, checkpoint: Any
+) -> None:
+    path = checkpoint(dialect, activations, scope)
+    quantized = {"all": 32, "mlp": 24, "experts": 24}[scope]  # 2 layers of q, k, v, o and 4 experts of 3
+    for report in (qq.verify(trainer(scope), path), qq.verify_checkpoint(SOURCE, path)):
+        assert report.ok
+        assert (report.quantized, report.other) == (quantized, len(tensors(SOURCE)) - quantized)
+        assert str(report).endswith("other tensors are equal, bit for bit")
+        assert report.to_dict() == {
+            "ok": True,
+            "quantized": quantized,
+            "other": len(tensors(SOURCE)) - quantized,
+            "differences": {},
+        }
+        assert report.raise_if_different() is report
+
+
+def damages(dialect: Dialect, stored: dict[str, Tensor]) -> dict[str, tuple[str, Tensor | None, str, str]]:
+    """What is wrong -> (tensor, its new value, the name that is reported, what is said)."""
+    codes, block_scale, scale, input_scale = ENDINGS[dialect]
+    router, norm = "model.layers.1.mlp.gate.weight", "model.norm.weight"
+    expert, module = f"{EXPERT}.weight", f"{MODULE}.weight"
+
+    def one(name: str, changed: Callable[[Tensor], Tensor | None], reported: str, said: str) -> Any:
+        return name, changed(stored[name]), reported, said
+
+    gone: Callable[[Tensor], None] = lambda t: None  # noqa: E731
+    return {
+        "code": one(f"{MODULE}.{codes}", flip, module, "1 of 8192 elements, first at (0, 10)"),
+        "high code": one(f"{EXPERT}.{codes}", lambda t: flip(t, bit=6), expert, "1 of 8192 elements, first at (0, 11)"),
+        "block scale": one(f"{MODULE}.{block_scale}", flip, module, " of 8192 elements, first at (0, "),
+        "scale": one(f"{EXPERT}.{scale}", lambda t: t * 2, expert, " of 8192 elements, first at (0, "),
+        "bf16 value": one(router, lambda t: flip(t, at=8), router, "1 of 512 elements, first at (0, 4)"),
+        "signs": one(norm, lambda t: -t, norm, "128 of 128 elements"),
+        "dtype": one(norm, lambda t: t.float(), norm, "torch.float32 (128,) against torch.bfloat16 (128,)"),
+        "bf16 missing": one(router, gone, router, "missing in the checkpoint"),
+        "codes missing": one(f"{MODULE}.{codes}", gone, module, f"{MODULE}.{codes} is missing"),
+        "block scales missing": one(f"{MODULE}.{block_scale}", gone, module, f"{MODULE}.{block_scale} is missing"),
+        "scale missing": one(f"{EXPERT}.{scale}", gone, expert, f"{EXPERT}.{scale} is missing"),
+        "input scale missing": one(f"{EXPERT}.{input_scale}", gone, expert, "its activation scale is missing"),
+        "input scale zero": one(f"{EXPERT}.{input_scale}", lambda t: 0 * t, expert, "must be finite and > 0"),
+    }
+
+
+@dialects
+@pytest.mark.parametrize("how", damages(Dialect.MODELOPT, dict.fromkeys(ALL_NAMES, torch.ones(128))))
+def test_one_wrong_bit_is_named(how: str, dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+    path = checkpoint(dialect)
+    tensor, value, reported, said = damages(dialect, tensors(path))[how]
+    damaged = rewritten(path, tmp_path / "damaged", {tensor: value})
+    with pytest.raises(VerificationError) as error:
+        qq.verify(trainer(), damaged)
+    assert str(error.value).startswith(f"1 tensors differ, first {reported}: ")
+    assert said in str(error.value)
+    report = qq.verify_checkpoint(SOURCE, damaged)
+    assert not report.ok
+    assert list(report.differences) == [reported]
+    assert said in report.differences[reported]
+    assert report.to_dict()["ok"] is False
+    with pytest.raises(VerificationError, match="1 tensors differ"):
+        report.raise_if_different()
+
+
+@dialects
+def test_what_only_one_side_quantizes(dialect: Dialect, checkpoint: Any) -> None:
+    with pytest.raises(VerificationError) as error:
+        qq.verify(trainer("mlp"), checkpoint(dialect))
+    assert "quantized in the checkpoint, not in the model" in str(error.value)
+    with pytest.raises(VerificationError, match=r"self_attn\.\w_proj\.weight: .* is missing"):
+        qq.verify(trainer(), checkpoint(dialect, "observed", "mlp"))
+
+
+def test_a_trained_weight_differs(checkpoint: Any) -> None:
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16")
+    path = checkpoint("modelopt")
+    qq.verify(model, path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    with torch.no_grad():
+        model.get_parameter(name)[3, 1, 2] += 1e-9  # too little for bf16: the same master
+        qq.verify(model, path)
+        model.get_parameter(name)[3, 1, 2] += 3
+    with pytest.raises(VerificationError, match=f"first {EXPERT}.weight: ".replace(".", r"\.")):
+        qq.verify(model, path)
+
+
+def test_tensors_that_are_not_in_the_source(checkpoint: Any, tmp_path: Path) -> None:
+    path = checkpoint("modelopt")
+    scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}  # of a KV cache: no weight
+    assert qq.verify_checkpoint(SOURCE, rewritten(path, tmp_path / "cache", scale)).ok
+    extra = rewritten(path, tmp_path / "extra", {"model.extra.weight": torch.ones(3)})
+    assert qq.verify_checkpoint(SOURCE, extra).differences == {"model.extra.weight": "not in the source"}
+
+
+# Recipes.
+
+
+def test_recipes_must_agree(checkpoint: Any) -> None:
+    """A trainer of one arithmetic and a checkpoint of another differ in 1 % of the codes: a mistake, not bad luck."""
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16", recipe="modelopt-ieee")
+    with pytest.raises(ValueError, match=r"was made with recipe 'aligned', not with 'modelopt-ieee'; convert"):
+        qq.verify(model, checkpoint("modelopt"))
+    with pytest.raises(ValueError, match=r"was made with recipe 'aligned', not with 'modelopt'"):
+        qq.verify_checkpoint(SOURCE, checkpoint("modelopt"), recipe="modelopt")
+    assert qq.verify_checkpoint(SOURCE, checkpoint("modelopt"), recipe="aligned").ok
+    for refused in (AutoModelForCausalLM.from_pretrained(SOURCE), qq.convert(model, "w4a4_residual")):
+        with pytest.raises(ValueError, match=r"has not been converted|verify the trainer model"):
+            qq.verify(refused, checkpoint("modelopt"))
+
+
+@pytest.mark.parametrize(
+    ("fixture", "recipe"),
+    [
+        ("modelopt/qwen3moe-nvfp4", Recipe.MODELOPT_IEEE),
+        ("modelopt/qwen3moe-nvfp4_experts_only", Recipe.MODELOPT_IEEE),
+        ("modelopt/qwen3-nvfp4_fp8_kv_cfg", Recipe.MODELOPT_IEEE),
+        ("compressed_tensors/qwen3moe-nvfp4a16", Recipe.LLM_COMPRESSOR),
+        ("compressed_tensors/mixtral-nvfp4a16", Recipe.LLM_COMPRESSOR),
+        ("compressed_tensors/gpt_oss-nvfp4a16", Recipe.LLM_COMPRESSOR),
+    ],
+)
+def test_checkpoints_that_peers_wrote(fixture: str, recipe: Recipe) -> None:
+    """They do not say which of the recipes that decode alike made them; the bits do."""
+    source, path = CHECKPOINTS / "bf16" / fixture.split("/")[1].split("-")[0], CHECKPOINTS / fixture
+    assert qq.verify_checkpoint(source, path, recipe=recipe).ok
+    scope = "experts" if "experts" in fixture else "all"
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(source), "w4a16", recipe=recipe, scope=scope)
+    assert qq.verify(model, path).ok
+    qq.convert(qq.revert(model), "w4a16", scope=scope)
+    with pytest.raises(ValueError, match=r"was made with recipe .*, not with 'aligned'"):
+        qq.verify(model, path)
+    if recipe is Recipe.MODELOPT_IEEE:
+        report = qq.verify_checkpoint(source, path)  # as if it came from a GPU
+        assert not report.ok
+        assert report.differences
+
+
+# Two checkpoints.
+
+
+def test_the_dialects_of_one_model_do_not_differ(checkpoint: Any) -> None:
+    for activations in ("none", "observed"):
+        assert list(qq.diff(*(checkpoint(dialect, activations) for dialect in Dialect))) == []
+
+
+@dialects
+def test_differences_within_and_across_dialects(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+    codes, block_scale, _, input_scale = (f"{MODULE}.{ending}" for ending in ENDINGS[dialect])
+    stored = tensors(checkpoint(dialect))
+    change = {
+        codes: flip(stored[codes], bit=2),
+        block_scale: flip(stored[block_scale], at=100),
+        input_scale: stored[input_scale] / 2,
+        f"{EXPERT}.{ENDINGS[dialect][3]}": None,
+        "model.norm.weight": flip(stored["model.norm.weight"], at=2),
+        "lm_head.weight": None,
+        "model.new": torch.ones(2),
+    }
+    damaged = rewritten(checkpoint(dialect), tmp_path / "damaged", change)
+    for other in Dialect:
+        rows = {row.pop("name"): row for row in qq.diff(checkpoint(other), damaged)}
+        assert rows.keys() == {
+            f"{MODULE}.weight",
+            f"{EXPERT}.weight",
+            "model.norm.weight",
+            "lm_head.weight",
+            "model.new",
+        }
+        row = rows[f"{MODULE}.weight"]
+        assert (row["codes"], row["block_scales"]) == (1, 1)
+        assert 1 < row["values"] <= 17
+        assert row["max_abs"] > 0
+        assert row["input_amax"][0] in (2 * row["input_amax"][1], row["input_amax"][1] / 2)
+        assert rows[f"{EXPERT}.weight"]["input_amax"][1] is None
+        assert rows[f"{EXPERT}.weight"]["values"] == 0
+        assert rows["model.norm.weight"] == {"difference": rows["model.norm.weight"]["difference"]}
+        assert rows["lm_head.weight"] == {"only_in": str(checkpoint(other))}
+        assert rows["model.new"] == {"only_in": str(damaged)}
+
+
+def test_a_weight_that_one_checkpoint_keeps_in_bf16(checkpoint: Any) -> None:
+    rows = list(qq.diff(checkpoint("modelopt"), checkpoint("modelopt", "observed", "mlp")))
+    assert {row["name"] for row in rows} == {
+        f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (0, 1) for p in "qkvo"
+    }
+    assert {row["only_in"] for row in rows} == {
+        str(checkpoint("modelopt")),
+        str(checkpoint("modelopt", "observed", "mlp")),
+    }
+
+
+def test_shapes_that_differ(checkpoint: Any, tmp_path: Path) -> None:
+    codes, block_scale = (f"{MODULE}.{ending}" for ending in ENDINGS[Dialect.MODELOPT][:2])
+    stored = tensors(checkpoint("modelopt"))
+    fewer = {
+        name: stored[name].view(torch.uint8)[:-1].clone().view(stored[name].dtype) for name in (codes, block_scale)
+    }
+    (row,) = qq.diff(checkpoint("modelopt"), rewritten(checkpoint("modelopt"), tmp_path / "fewer", fewer))
+    assert row == {"name": f"{MODULE}.weight", "shapes": [[64, 128], [63, 128]]}
+
+
+def test_inspection_finds_what_engines_would_mangle(checkpoint: Any, tmp_path: Path) -> None:
+    path = checkpoint("modelopt")
+    found = inspect_checkpoint(path)
+    assert found["problems"] == []
+    assert (found["dialect"], found["recipe"], found["weights"]) == ("modelopt", "aligned", "W4A4")
+    assert found["quantized_weights"] == 32
+    up = "model.layers.0.mlp.experts.1.up_proj"
+    change: dict[str, Tensor | None] = {
+        f"{up}.weight_scale_2": tensors(path)[f"{up}.weight_scale_2"] * 2,
+        f"{EXPERT}.input_scale": None,
+        f"{MODULE}.weight_scale_2": torch.tensor(0.0),
+    }
+    problems = "\n".join(inspect_checkpoint(rewritten(path, tmp_path / "damaged", change))["problems"])
+    assert "model.layers.0.mlp.experts.1.{gate_proj,up_proj}: engines fuse these weights, but their" in problems
+    assert "1 of 32 weights of a W4A4 checkpoint have no activation scale" in problems
+    assert f"{MODULE}.weight_scale_2 must be one finite number > 0" in problems
+    foreign = CHECKPOINTS / "modelopt" / "qwen3-w4a16_nvfp4"
+    assert inspect_checkpoint(foreign)["recipe"] == "modelopt (assumed: the checkpoint does not say)"
+
+
+def test_the_recipe_travels_in_the_config(checkpoint: Any) -> None:
+    assert json.loads(json.dumps(config(checkpoint("compressed-tensors"))["quads_qat"])) == {
+        "recipe": "aligned",
+        "scope": "all",
+        "trainer": "w4a16",
+    }
