@@ -150,7 +150,8 @@ def require_finite(who: str, x: Tensor) -> None:
 
 def _resolve(backend: Backend | str, x: Tensor) -> str:
     """The backend to use for ``x``: Triton for CUDA tensors where it is installed, else the reference."""
-    backend = Backend(backend)
+    if not isinstance(backend, Backend):  # torch 2.11 cannot trace Backend(...) of a member
+        backend = Backend(backend)
     if backend is Backend.AUTO:
         return (Backend.TRITON if x.is_cuda and _HAS_TRITON else Backend.REFERENCE).value
     if backend is Backend.TRITON and not _HAS_TRITON:
