@@ -31,7 +31,7 @@ from quads_qat.formats import BLOCK_SIZE
 from quads_qat.linear import ActivationObserver, FullPrecision, W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
-from quads_qat.scale_groups import ScaleGroup, activation_key, group_key
+from quads_qat.scale_groups import ScaleGroup, activation_key, group_key, whole
 from quads_qat.selection import default_exclusion, first_match, in_scope
 
 _STATE = "_quads_qat"
@@ -518,9 +518,9 @@ def quantize_weight(model: nn.Module, conversion: Conversion, weight: Weight) ->
     Exactly what the module's forward multiplies by; export and rollout both come from here.
     """
     fmt = weight.format
-    master = model.get_parameter(weight.name).detach().to(fmt.export_dtype)
+    master = whole(model.get_parameter(weight.name).detach()).to(fmt.export_dtype)
     master = master.transpose(-1, -2) if fmt.transposed else master
-    amax = group_amax(conversion.groups[weight.group].weights(), fmt)
+    amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], fmt)
     try:
         return ops.quantize(master, tensor_amax=amax, recipe=fmt.recipe, check_finite=True)
     except ValueError as error:

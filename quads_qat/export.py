@@ -31,6 +31,7 @@ from quads_qat.weight_stream import (
     input_scales,
     own_scales,
     prepare,
+    rank,
 )
 
 
@@ -44,6 +45,8 @@ def export_checkpoint(
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write a converted model as an NVFP4 checkpoint that engines load.
+
+    With ``torch.distributed``, call it on all ranks; rank 0 writes.
 
     Args:
         model: converted to w4a16 or w4a4.
@@ -63,9 +66,13 @@ def export_checkpoint(
     plan = export_plan(root, conversion, dialect)
     quantized = _tensor_names(plan, dialect)
     rest = {name: len(shape) for name, _, shape in metadata if name not in quantized}
+    stream = export_weights(model, dialect, activations=activations, ranks=0)
+    if rank() != 0:
+        next(stream, None)
+        return
     _require_space(Path(path), sum(_nbytes(dtype, shape) for _, dtype, shape in metadata))
     with checkpoint_io.whole_directory(path) as directory:
-        checkpoint_io.write_shards(directory, export_weights(model, dialect, activations=activations), shard_bytes)
+        checkpoint_io.write_shards(directory, stream, shard_bytes)
         ignored = _ignored(rest, plan, root, dialect)
         _write_configs(directory, config, dialect, ignored, conversion, weights_only=activations == "none")
         if source is not None:

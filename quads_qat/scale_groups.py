@@ -86,6 +86,12 @@ class ScaleGroup:
         return weights
 
 
+def whole(weight: Tensor) -> Tensor:
+    """A sharded parameter (DTensor) gathered, which all its ranks must take part in; any other tensor as it is."""
+    gather = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()
+
+
 def names_of(groups: Iterable[ScaleGroup]) -> dict[str, list[str]]:
     """Group name -> full names of its members."""
     return {group.name: [full for _, _, full in group.members] for group in groups}

@@ -18,7 +18,7 @@ from quads_qat.convert import conversion_of
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
-from quads_qat.scale_groups import group_key
+from quads_qat.scale_groups import group_key, whole
 from quads_qat.weight_stream import CACHE_SCALES, export_rest
 
 
@@ -107,8 +107,8 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     for disk in plan.weights:
         weight, fmt = disk.weight, disk.weight.format
         if weight.name not in trained:
-            master = root.get_parameter(weight.name)
-            amax = group_amax(conversion.groups[weight.group].weights(), fmt)
+            master = whole(root.get_parameter(weight.name).detach())
+            amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], fmt)
             value = fake_quantize_weight(master, amax, fmt, fmt.export_dtype)
             trained = {weight.name: value.mT if fmt.transposed else value}
         _compare_quantized(report, checkpoint, disk, cut(trained[weight.name], disk.expert, disk.rows).cpu())

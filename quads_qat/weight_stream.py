@@ -17,7 +17,7 @@ from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, export_plan, 
 from quads_qat.config import Dialect, Mode
 from quads_qat.convert import Conversion, Weight, conversion_of, quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
-from quads_qat.scale_groups import activation_key
+from quads_qat.scale_groups import activation_key, whole
 
 ActivationScales = str | Mapping[str, Any]
 
@@ -41,7 +41,8 @@ def export_weights(
         activations: ``none`` (a W4A16 checkpoint), ``observed`` (W4A4, from ``observe_activations``), or a mapping from
             tensor names on disk (``...q_proj.input_scale``, also ``...k_proj.k_scale``) to what the dialect stores.
         group_by: ``layer``: all tensors of a layer follow each other.
-        ranks: ``all`` yields on every rank, a number on that rank only.
+        ranks: ``all`` yields on every rank, a number on that rank only. Sharded weights (DTensor: FSDP2, tensor
+            parallelism) are gathered one by one, so every rank must exhaust its iterator.
 
     Yields:
         Fresh tensors on the model's device; at most one parameter's codes more than the model are in memory.
@@ -55,10 +56,24 @@ def export_weights(
         raise ValueError(f"export_weights: group_by must be 'layer', got {group_by!r}")
     plan = export_plan(root, conversion, dialect)
     scales = input_scales(plan, conversion, dialect, activations)
-    if ranks != "all" and torch.distributed.is_initialized() and torch.distributed.get_rank() != ranks:
-        return iter(())
+    if ranks != "all" and not isinstance(ranks, int):
+        raise ValueError(f"export_weights: ranks must be 'all' or the number of a rank, got {ranks!r}")
     source = _Source(lambda weight: quantize_weight(root, conversion, weight), _rest(root, conversion), scales)
-    return _stream(root, plan, dialect, source)
+    stream = _stream(root, plan, dialect, source)
+    return stream if ranks in ("all", rank()) else _taking_part(stream)
+
+
+def _taking_part(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields nothing, but gathers sharded weights with the rank that yields."""
+    for _ in stream:
+        pass
+    yield from ()
+
+
+def rank() -> int:
+    """Of this process; 0 without ``torch.distributed``."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if initialized else 0
 
 
 def export_metadata(
@@ -73,7 +88,7 @@ def export_metadata(
     scales = input_scales(plan, conversion, dialect, activations)
     source = _Source(
         lambda weight: _empty(root.get_parameter(weight.name).shape, weight),
-        {n: (t.detach().to("meta"), dtype) for n, (t, dtype) in _rest(root, conversion).items()},
+        {n: (torch.empty(t.shape, dtype=t.dtype, device="meta"), d) for n, (t, d) in _rest(root, conversion).items()},
         {name: torch.empty_like(s, device="meta") for name, s in scales.items()},
     )
     return [(name, t.dtype, tuple(t.shape)) for name, t in _stream(root, plan, dialect, source)]
@@ -194,7 +209,7 @@ def _rest_of_layer(
     root: nn.Module, tensors: dict[str, tuple[Tensor, torch.dtype]], biases: dict[str, list[SplitBias]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors under their disk names: fresh."""
-    cast = {name: tensor.detach().to(dtype) for name, (tensor, dtype) in tensors.items()}
+    cast = {name: whole(tensor.detach()).to(dtype) for name, (tensor, dtype) in tensors.items()}
     for name, tensor in names.disk_state(root, cast).items() if cast else ():
         if name in biases:
             yield from ((bias.name, bias.of_source(tensor).clone()) for bias in biases[name])

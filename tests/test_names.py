@@ -18,7 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter
 
-from quads_qat.names import DiskLayoutError, DiskTensor, disk_state, disk_tensors, state_dict_names
+from quads_qat.names import (
+    DiskLayoutError,
+    DiskTensor,
+    disk_elements,
+    disk_state,
+    disk_tensors,
+    state_dict_names,
+)
 
 #: Weights that are merged with others on disk, or have their rows permuted there (# = any number). The list matters to
 #: users: these stay unquantized.
@@ -256,3 +263,26 @@ def test_tiny_models_are_initialised_and_run(arch: str) -> None:
     if arch not in tiny_models.NO_FORWARD:
         with torch.no_grad():
             assert model(**tiny_models.tiny_inputs(model))[0].isfinite().all()
+
+
+def test_elements_of_merged_and_padded_weights() -> None:
+    """``lara_mini`` merges four weights of linear attention into two; ``inkling2`` pads the vocabulary of its head."""
+    for arch, part in (("lara_mini", "layers.0.linear_attn.in_proj"), ("inkling2", "lm_head.weight")):
+        model = shared_model(arch)
+        state = {name: tensor for name, tensor in model.state_dict().items() if part in name}
+        assert len(state) == (4 if arch == "lara_mini" else 1)
+        values = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}
+        for elements in disk_elements(model, state):
+            on_disk = disk_state(model, state)[elements.name]
+            assert elements.parts.keys() <= state.keys()
+            elements.scatter(on_disk, values)
+            with pytest.raises(ValueError, match=f"{elements.name} must have shape"):
+                elements.scatter(on_disk[:-1], values)
+        for name, tensor in state.items():
+            assert torch.equal(values[name], tensor)
+
+
+def test_elements_need_the_siblings_that_they_are_merged_with() -> None:
+    model = shared_model("lara_mini")
+    with pytest.raises(ValueError, match="must be given in one call"):
+        list(disk_elements(model, ["model.layers.0.linear_attn.in_proj_a.weight"]))
