@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quads_qat.kernels import numerics as num
+
 _INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
@@ -72,7 +74,7 @@ def _odd_amax_kernel(x_ptr, out_ptr, numel, groups, TILE: tl.constexpr):
     pid = tl.program_id(0)
     group = pid % groups
     offs = (pid // groups).to(tl.int64) * TILE + tl.arange(0, TILE)
-    x = tl.load(x_ptr + group.to(tl.int64) * numel + offs, mask=offs < numel, other=0.0).to(tl.float32)
+    x = num.widen(tl.load(x_ptr + group.to(tl.int64) * numel + offs, mask=offs < numel, other=0.0))
     m = _finite_magnitude(x.to(tl.int32, bitcast=True), 0x7F800000)
     tl.atomic_max(out_ptr + group, tl.max(m, 0), sem="relaxed")
 
@@ -85,7 +87,7 @@ def _row_amax_kernel(x_ptr, out_ptr, rows, k, row_stride, TILE: tl.constexpr):
     largest = tl.zeros((TILE,), tl.int32)
     for start in range(0, k, TILE):
         offs = start + lane
-        x = tl.load(x_ptr + row * row_stride + offs, mask=offs < k, other=0.0).to(tl.float32)
+        x = num.widen(tl.load(x_ptr + row * row_stride + offs, mask=offs < k, other=0.0))
         largest = tl.maximum(largest, _finite_magnitude(x.to(tl.int32, bitcast=True), 0x7F800000))
     value = tl.max(largest, 0).to(tl.float32, bitcast=True)
     tl.store(out_ptr + row, value.to(out_ptr.dtype.element_ty))

@@ -50,7 +50,7 @@ def _pairs_kernel(
     else:
         offs = out_offs
     x = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + offs, mask=inside[:, None], other=0)
-    p = tl.load(scale_ptr + group).to(tl.float32)
+    p = num.widen(tl.load(scale_ptr + group))
     if FROM_AMAX:
         p = num.power_of_two_scale(p)
     inverse_p = num.reciprocal_of_power_of_two(p)
@@ -89,8 +89,8 @@ def _kernel(
         offs = start[:, None] + lane
     else:
         offs = out_offs
-    x = tl.load(x_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-    p = tl.load(scale_ptr + group).to(tl.float32)
+    x = num.widen(tl.load(x_ptr + offs, mask=inside, other=0.0))
+    p = num.widen(tl.load(scale_ptr + group))
     if FROM_AMAX:
         p = num.power_of_two_scale(p)
         stored = p
@@ -152,9 +152,9 @@ def _transposed_kernel(
     row = block * 16 + tl.arange(0, 16)[:, None]
     offs = expert.to(tl.int64) * k * n + row.to(tl.int64) * n + column
     inside = column < n
-    x = tl.load(x_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    x = num.widen(tl.load(x_ptr + offs, mask=inside, other=0.0))
     index = expert if PER_EXPERT else 0
-    p = tl.load(scale_ptr + index).to(tl.float32)
+    p = num.widen(tl.load(scale_ptr + index))
     if FROM_AMAX:
         p = num.power_of_two_scale(p)
         stored = p

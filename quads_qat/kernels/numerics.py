@@ -38,6 +38,14 @@ def from_bits(b):
 
 
 @triton.jit
+def widen(x):
+    """Any float -> fp32. bf16 by its bits: the interpreter flushes its subnormal numbers."""
+    if x.dtype == tl.bfloat16:
+        x = from_bits(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def reciprocal_of_power_of_two(p):
     """1/p for p = 2**k, -126 <= k <= 126: exact."""
     return from_bits(0x7F000000 - bits(p))
@@ -103,12 +111,14 @@ def encode_scale_te(tensor_amax):
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """fp32 -> nearest value of DTYPE. The interpreter cuts bf16 off; there the bits are rounded first."""
+    """fp32 -> nearest value of DTYPE. The interpreter cuts bf16 off and flushes it; there the bits are rounded."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         b = bits(x)
-        rounded = from_bits((b + 0x7FFF + ((b >> 16) & 1)) & -65536)
-        x = tl.where(x == x, rounded, x)
-    return x.to(DTYPE)
+        nearest = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+        out = tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        out = x.to(DTYPE)
+    return out
 
 
 @triton.jit
@@ -120,7 +130,7 @@ def block_scale_of(a, p, source, RECIPE: tl.constexpr, DTYPE: tl.constexpr):
         raw = tl.div_rn(a, 6.0 * p + a * 0.0)
         s = round_e4m3(tl.minimum(tl.maximum(tl.where(raw == 0.0, 1.0, raw), 0.001953125), 448.0))
     elif RECIPE == LLM_COMPRESSOR:
-        sixth = round_to(tl.div_rn(a, a * 0.0 + 6.0), DTYPE).to(tl.float32)
+        sixth = widen(round_to(tl.div_rn(a, a * 0.0 + 6.0), DTYPE))
         s = round_e4m3(tl.minimum(source * sixth, 448.0))
         s = tl.where(s == 0.0, 0.125, s)
     elif RECIPE == TRANSFORMER_ENGINE:

@@ -120,8 +120,8 @@ def _kernel(
     p = tl.load(per_tensor_scale_ptr + group)
     stored = tl.load(stored_ptr + group)
     source = tl.load(source_ptr + group)
-    even = tl.load(x_ptr + offs, mask=inside[:, None], other=0.0).to(tl.float32)
-    odd = tl.load(x_ptr + offs + k_stride, mask=inside[:, None], other=0.0).to(tl.float32)
+    even = num.widen(tl.load(x_ptr + offs, mask=inside[:, None], other=0.0))
+    odd = num.widen(tl.load(x_ptr + offs + k_stride, mask=inside[:, None], other=0.0))
     largest = tl.max(tl.maximum(num.bits(tl.abs(even)), num.bits(tl.abs(odd))), 1)
     finite = largest < 0x7F800000
     a = num.from_bits(tl.where(finite, largest, 0))
