@@ -146,15 +146,22 @@ def _stream(root: nn.Module, plan: Plan, dialect: Dialect, source: _Source) -> I
 
 def emit(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect, scales: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one quantized weight, its activation scale included if there is one."""
-    _require_finite_decode(disk, q)
-    yield from dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed).items()
+    written = dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed)
+    if not q.qdata.is_meta:
+        _require_decodable(disk, q, written[dialects.tensor_names(disk.name, dialect).scale])
+    yield from written.items()
     input_scale = dialects.tensor_names(disk.name, dialect).input_scale
     if input_scale in scales:
         yield input_scale, scales[input_scale].clone()
 
 
-def _require_finite_decode(disk: DiskWeight, q: NVFP4Tensor) -> None:
-    if disk.weight.format.export_dtype != torch.float16 or q.qdata.is_meta:
+def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, scale: Tensor) -> None:
+    if not bool(torch.isfinite(scale) & (scale > 0)):
+        raise ValueError(
+            f"{disk.name}: its per-tensor scale would be {scale.item()}, which no engine can use; the weights are too "
+            f"small for recipe '{q.recipe}', use 'aligned'"
+        )
+    if disk.weight.format.export_dtype != torch.float16:
         return
     if not bool(torch.isfinite(ops.dequantize(q, torch.float16)).all()):
         raise ValueError(
