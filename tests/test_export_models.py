@@ -1,4 +1,4 @@
-"""Contract under test: any model that ``convert`` takes can be exported: each recipe and dtype, zeros, plain modules."""
+"""Contract under test: any model that ``convert`` takes can be exported: recipes, dtypes, zeros, plain modules."""
 
 from collections import OrderedDict
 from pathlib import Path
