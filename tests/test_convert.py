@@ -290,6 +290,14 @@ def test_a_user_rule_groups_linears_with_equal_captures_and_they_share_a_scale()
     assert torch.equal(model.get_submodule("layers.0.a")(torch.eye(32)).t().bfloat16(), expected)
 
 
+def test_linears_under_an_adapter_are_grouped_like_those_without():
+    names = [f"attn.{part}_proj" for part in "qkv"]
+    wrapped = [f"{n}.{leaf}" for n in names for leaf in ("base_layer", "lora_A.default", "lora_B.default")]
+    model = qq.convert(linears(*wrapped), "w4a16")
+    assert qq.coverage(model).groups == {"attn.{q_proj,k_proj,v_proj}": [f"{name}.base_layer.weight" for name in names]}
+    assert set(reasons(model).values()) == {"adapter"}
+
+
 def test_a_partly_excluded_scale_group_is_an_error_and_a_wholly_excluded_one_is_not():
     names = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")]
     with pytest.raises(

@@ -183,6 +183,16 @@ def test_in_training_a_group_shares_the_largest_amax_and_follows_its_siblings():
     assert not torch.equal(model.attn.q_proj(eye).t(), first)
 
 
+def test_a_sibling_that_is_still_sharded_is_an_error_that_names_both():
+    model = qq.convert(fill(linears("attn.q_proj", "attn.k_proj")), "w4a16")
+    model.attn.k_proj.weight.data = torch.empty(0)  # as ZeRO-3 leaves it
+    message = (
+        r"attn\.q_proj\.weight shares .* with attn\.k_proj\.weight, which is still sharded; wrap the parent module"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        model.attn.q_proj(torch.ones(1, 32))
+
+
 def test_fake_quantize_ste_has_the_group_amax_forward_and_an_identity_backward():
     weight, sibling = fill(nn.Linear(32, 8)).weight, nn.Parameter(torch.full((4, 32), 4e3))
     upstream = torch.randn(8, 32)

@@ -205,6 +205,10 @@ def test_observations_are_recomputed_without_effect_and_only_grow():
     with qq.observe_activations(model):
         model.fc(2 * x)
     assert_same_bits(qq.quant_state_dict(model)["fc.amax"], 2 * x.detach().abs().max())
+    with pytest.raises(KeyError), qq.observe_activations(model):
+        raise KeyError
+    model.fc(4 * x)
+    assert_same_bits(qq.quant_state_dict(model)["fc.amax"], 2 * x.detach().abs().max())
 
 
 def test_activations_that_are_not_finite_do_not_spoil_an_observation():

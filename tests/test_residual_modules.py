@@ -82,6 +82,14 @@ def test_weight_only_is_the_trainers_w4a16_forward_bit_for_bit(arch: str, dtype:
         assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+def test_a_rollout_gives_the_same_bits_in_inference_mode(arch: str):
+    model = qq.convert(tiny_model(arch), "w4a4_residual")
+    expected = model(**tiny_inputs(model)).logits
+    with torch.inference_mode():
+        assert_same_bits(model(**tiny_inputs(model)).logits, expected)
+
+
 @pytest.mark.parametrize("scope", ["token", "batch"])
 def test_each_projection_of_each_expert_compensates_its_own_rows(scope: str):
     experts, inputs = experts_and_inputs("qwen3_moe", "grouped_mm")
