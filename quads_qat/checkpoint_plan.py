@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quads_qat import names
 from quads_qat.checkpoint_io import Reader
 from quads_qat.config import Dialect
-from quads_qat.convert import Conversion, Weight
+from quads_qat.conversion import Conversion, Weight
 from quads_qat.experts import ExpertsLayout, layout_of
 from quads_qat.qtensor import NVFP4Tensor
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, dialects, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, export_plan, natural_order
 from quads_qat.config import Dialect, Recipe, Scope
-from quads_qat.convert import Conversion, select
+from quads_qat.conversion import Conversion, select
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, dialects, names, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
-from quads_qat.convert import Conversion, install, install_packed, select
+from quads_qat.conversion import Conversion, select
+from quads_qat.convert import install, install_packed
 from quads_qat.experts import layout_of
 from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.qtensor import NVFP4Tensor

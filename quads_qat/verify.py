@@ -14,7 +14,7 @@ from quads_qat import checkpoint_io, ops
 from quads_qat.autograd import fake_quantize_weight, group_amax
 from quads_qat.checkpoint_plan import DiskWeight, cut, disk_plan
 from quads_qat.config import Mode, Recipe
-from quads_qat.convert import conversion_of
+from quads_qat.conversion import conversion_of
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint

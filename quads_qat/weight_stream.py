@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from quads_qat import dialects, names, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, export_plan, layer_of, natural_order
 from quads_qat.config import Dialect, Mode
-from quads_qat.convert import Conversion, Weight, conversion_of, quantize_weight
+from quads_qat.conversion import Conversion, Weight, conversion_of
+from quads_qat.convert import quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key, whole
 

@@ -22,7 +22,7 @@ from twins import assert_equal_tensors, outputs_and_gradients
 
 import quads_qat as qq
 from quads_qat.config import ActivationScale
-from quads_qat.convert import conversion_of
+from quads_qat.conversion import conversion_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "L4",
         (
             *("convert", "diagnose", "demo", "integrations"),
-            *("checkpoint_plan", "weight_stream", "weight_sync", "export", "load", "verify"),
+            *("conversion", "checkpoint_plan", "weight_stream", "weight_sync", "export", "load", "verify"),
         ),
     ),
     ("L5", ("cli", "__main__")),

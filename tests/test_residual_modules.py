@@ -17,7 +17,8 @@ from twins import experts_and_inputs, run_experts
 import quads_qat as qq
 from quads_qat import ops
 from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig
-from quads_qat.convert import conversion_of, install, install_packed, quantize_weight, select
+from quads_qat.conversion import conversion_of, select
+from quads_qat.convert import install, install_packed, quantize_weight
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
 TOKEN = ActivationFormat()

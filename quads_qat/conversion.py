@@ -1,0 +1,277 @@
+"""What a conversion is: which parameters of a model are quantized, how, and why the others are not.
+
+Selection touches nothing: every module that holds a weight is quantized, listed with the reason why not, or an error.
+It reads names, shapes and dtypes only, so a model on the meta device will do; ``convert`` acts on the result, and
+everything that deals with checkpoints plans with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat.config import ActivationFormat, Mode, Recipe, ResidualConfig, Scope, WeightFormat
+from quads_qat.experts import ExpertsLayout, layout_of
+from quads_qat.formats import BLOCK_SIZE
+from quads_qat.linear import ActivationObserver, FullPrecision
+from quads_qat.scale_groups import ScaleGroup, activation_key, group_key
+from quads_qat.selection import default_exclusion, first_match, in_scope
+
+STATE = "_quads_qat"
+"""Attribute of the converted model that holds its :class:`Conversion`, outside the state dict."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def full_name(module: str, parameter: str) -> str:
+    """The parameter's name in the model; the model itself may be the module."""
+    return f"{module}.{parameter}" if module else parameter
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One quantized parameter: where it lives and how it is quantized.
+
+    Attributes:
+        module: full name of its module.
+        parameter: its name there, ``weight`` or e.g. ``gate_up_proj``.
+        format: recipe, cast and layout.
+        group: name of its scale group.
+    """
+
+    module: str
+    parameter: str
+    format: WeightFormat
+    group: str
+
+    @property
+    def name(self) -> str:
+        """Full parameter name."""
+        return full_name(self.module, self.parameter)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A module that holds weights and is not quantized, and why."""
+
+    module: str
+    kind: str
+    elements: int
+    reason: str
+
+
+@dataclass(eq=False)
+class Conversion:
+    """What was done to a model; kept on the model, outside its state dict."""
+
+    mode: Mode
+    recipe: Recipe
+    scope: Scope
+    weights: dict[str, Weight]
+    skipped: list[Skipped]
+    groups: dict[str, ScaleGroup]
+    observers: dict[str, ActivationObserver]
+    full_precision: FullPrecision = field(default_factory=FullPrecision)
+    activation: ActivationFormat | None = None
+    residual: ResidualConfig | None = None
+
+
+def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
+    """The module that ``convert`` was called on (``model`` or one inside it) and its record.
+
+    Raises:
+        ValueError: nothing in ``model`` was converted, or several parts of it were, one by one.
+    """
+    found = [(name, module) for name, module in model.named_modules() if STATE in module.__dict__]
+    if not found:
+        raise ValueError(f"{who}: this model has not been converted; call quads_qat.convert(model, mode='w4a16') first")
+    if len(found) > 1:
+        names = ", ".join(name or "(root)" for name, _ in found)
+        raise ValueError(f"{who}: {names} were converted one by one; call {who} for each of them")
+    return found[0][1], found[0][1].__dict__[STATE]
+
+
+def select(
+    model: nn.Module,
+    *,
+    recipe: Recipe = Recipe.ALIGNED,
+    scope: Scope = Scope.ALL,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    only: Collection[str] | None = None,
+) -> Conversion:
+    """Decide for every module that holds weights; reads names, shapes and dtypes only (works on meta).
+
+    ``only`` names the modules to quantize and puts every rule aside: what a checkpoint holds is a fact.
+    """
+    owners = _owners(model)
+    for pattern in (*include, *exclude):
+        if not any(first_match(name, [pattern]) for name in owners):
+            raise ValueError(
+                f"convert: no module with weights matches {pattern!r}; see model.named_modules() for the names"
+            )
+    users = _users_of_parameters(owners)
+    conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {})
+    for name, module in owners.items():
+        if only is None:
+            reason = _why_not(name, module, users, scope, include, exclude)
+            if reason is not None and name in include and not first_match(name, exclude):
+                raise ValueError(f"convert: include names {name!r}, which cannot be quantized: {reason}")
+        else:
+            reason = None if name in only else "in high precision in the checkpoint"
+        if reason is None:
+            _add_weights(conversion, name, module, _export_dtype(model), groups)
+        else:
+            elements = sum(p.numel() for p in module._parameters.values() if p is not None)
+            conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
+    if not conversion.weights:
+        skipped = "; ".join(f"{s.module or '(root)'}: {s.reason}" for s in conversion.skipped[:3])
+        raise ValueError(
+            f"convert: nothing to quantize in {type(model).__name__} (scope='{scope}'); "
+            f"{skipped or 'it holds no weights'}"
+        )
+    if only is None:
+        _check_groups(conversion, owners, groups)
+    return conversion
+
+
+def _add_weights(
+    conversion: Conversion, name: str, module: nn.Module, export_dtype: torch.dtype, groups: Sequence[str]
+) -> None:
+    layout = None if isinstance(module, nn.Linear) else layout_of(module)
+    for parameter in ("weight",) if layout is None else layout.parameters:
+        weight, full = module._parameters[parameter], full_name(name, parameter)
+        assert weight is not None
+        _check_weight(full, weight, layout)
+        fmt = WeightFormat(
+            recipe=conversion.recipe,
+            export_dtype=export_dtype if weight.dtype == torch.float32 else weight.dtype,
+            transposed=layout is not None and layout.transposed,
+            # llm-compressor takes every stack apart first, and byte identity with it is that recipe's purpose
+            per_expert=layout is not None and (layout.per_expert or conversion.recipe is Recipe.LLM_COMPRESSOR),
+        )
+        group = group_key(name if layout is None else full, groups)
+        conversion.weights[full] = Weight(name, parameter, fmt, group)
+        conversion.groups.setdefault(group, ScaleGroup(group)).members.append((module, parameter, full))
+        key = activation_key(group)
+        conversion.observers.setdefault(key, ActivationObserver(key))
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that hold a parameter of two or more dims directly."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(p is not None and p.ndim >= 2 for p in module._parameters.values())
+    }
+
+
+def _kind(module: nn.Module) -> str:
+    return getattr(module, "original_class", type(module)).__name__
+
+
+def _users_of_parameters(owners: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """Id of a parameter -> the modules that hold it."""
+    users: dict[int, list[str]] = {}
+    for name, module in owners.items():
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), []).append(name)
+    return users
+
+
+def _why_not(
+    name: str,
+    module: nn.Module,
+    users: dict[int, list[str]],
+    scope: Scope,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> str | None:
+    """The reason why a module stays in high precision; None if it is to be quantized."""
+    kind = type(module).__name__
+    linear = isinstance(module, nn.Linear)
+    layout = None if linear else layout_of(module)
+    if pattern := first_match(name, exclude):
+        return f"excluded by {pattern!r}"
+    included = first_match(name, include) is not None
+    if not included and (reason := default_exclusion(name)):
+        return reason
+    if not linear and layout is None and "expert" in f"{name}.{kind}".lower() and (included or in_scope(name, scope)):
+        raise ValueError(
+            f"convert: {name} is a {kind}, an experts class of unknown layout; pass exclude=[{name!r}] to leave it in "
+            "high precision"
+        )
+    if not included and not in_scope(name, scope):
+        return f"outside scope='{scope}'"
+    if not linear and layout is None:
+        return f"{kind} is neither a linear nor experts"
+    if linear and type(module) is not nn.Linear:
+        return f"{kind} is a subclass of nn.Linear with a forward of its own"
+    parameters = ("weight",) if layout is None else layout.parameters
+    if any(module._parameters.get(parameter) is None for parameter in parameters):
+        return "its weight is computed from other parameters"
+    for parameter in parameters:
+        others = [user for user in users[id(module._parameters[parameter])] if user != name]
+        if others:
+            return f"tied: shares its parameter with {others[0]}"
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"convert: the forward of {name} was replaced on the instance (as hooks of accelerate do), which would "
+            f"bypass quantization; convert first, then add hooks, or pass exclude=[{name!r}]"
+        )
+    return None
+
+
+def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> None:
+    if weight.dtype not in _FLOATS:
+        raise TypeError(
+            f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "
+            f"unquantized, or exclude {name.rpartition('.')[0]!r}"
+        )
+    k = weight.shape[-2 if layout is not None and layout.transposed else -1]
+    if k % BLOCK_SIZE:
+        raise ValueError(
+            f"convert: {name} has an input dim K of {k}, which is not a multiple of 16 (one NVFP4 block); pass "
+            f"exclude=[{name.rpartition('.')[0]!r}] to leave it in high precision"
+        )
+
+
+def _check_groups(conversion: Conversion, owners: dict[str, nn.Module], rules: Sequence[str]) -> None:
+    for rule in rules:
+        if not any(
+            re.search(rule, w.module if w.parameter == "weight" else w.name) for w in conversion.weights.values()
+        ):
+            raise ValueError(f"convert: groups: no quantized module matches {rule!r}; see quads_qat.coverage(model)")
+    for skipped in conversion.skipped:
+        key = group_key(skipped.module, rules)
+        if key in conversion.groups and isinstance(owners[skipped.module], nn.Linear):
+            member = conversion.groups[key].members[0][2]
+            raise ValueError(
+                f"convert: {skipped.module} ({skipped.reason}) and {member} share one scale in every engine, which "
+                "fuses them; exclude both or neither"
+            )
+    for key, group in conversion.groups.items():
+        found = {}
+        for module, parameter, full in group.members:
+            weight, fmt = module._parameters[parameter], conversion.weights[full].format
+            assert weight is not None
+            found.setdefault((weight.dtype, fmt, weight.shape[0] if fmt.per_expert else 1), full)
+        if len(found) > 1:
+            one, other, *_ = found.values()
+            raise ValueError(
+                f"convert: {one} and {other} share one scale ({key}), but not dtype and layout; cast or exclude them, "
+                "or change groups"
+            )
+
+
+def _export_dtype(model: nn.Module) -> torch.dtype:
+    """What fp32 masters are cast to: the config's dtype, bf16 if that is fp32 or unknown."""
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
