@@ -7,6 +7,7 @@ replaced by packed ones (rollout mode).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +81,12 @@ def convert(
         raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
     activation = None
     if mode is not Mode.W4A16:
+        if mode is Mode.W4A4:
+            warnings.warn(
+                "mode='w4a4' is for ablations: quantizing the trainer's activations widens the log-prob gap to the rollout "
+                "(arXiv 2607.15810); train with mode='w4a16'",
+                stacklevel=2,
+            )
         activation = ActivationFormat(
             scale=ActivationScale(activation_scale or ActivationScale.PER_TOKEN),
             recipe=Recipe(activation_recipe or Recipe.ALIGNED),

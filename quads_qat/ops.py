@@ -11,10 +11,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from quads_qat import formats, reference, reference_matmul
+from quads_qat import checks, reference, reference_matmul
 from quads_qat.config import (
     ActivationFormat,
-    ActivationScale,
     Backend,
     Recipe,
     ResidualConfig,
@@ -23,129 +22,7 @@ from quads_qat.config import (
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = find_spec("triton") is not None
-
-
-# --------------------------------------------------------------------------------------------------------------- checks
-
-
-def _check_input(who: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{who}: x must be a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in _FLOATS:
-        raise TypeError(
-            f"{who}: x must be float32, bfloat16 or float16, got {x.dtype}; convert it with x.to(torch.bfloat16)"
-        )
-    if x.ndim == 0:
-        raise ValueError(f"{who}: x must have at least one dim (blocks run along the last), got a 0-dim tensor")
-    if x.shape[-1] % BLOCK_SIZE:
-        raise ValueError(
-            f"{who}: the last dim must be a multiple of 16 (one NVFP4 block), got x.shape={tuple(x.shape)}; "
-            f"pad it with {-x.shape[-1] % BLOCK_SIZE} zeros"
-        )
-
-
-def _check_output_dtype(who: str, dtype: torch.dtype) -> None:
-    if dtype not in _FLOATS:
-        raise TypeError(f"{who}: dtype must be float32, bfloat16 or float16, got {dtype}; decode, then convert")
-
-
-def _check_scale_shape(who: str, name: str, scale: Tensor, x: Tensor) -> None:
-    per_expert = x.ndim >= 2 and scale.shape == x.shape[:1] and scale.ndim < x.ndim
-    per_row = scale.ndim == x.ndim and all(s in (1, n) for s, n in zip(scale.shape, (*x.shape[:-1], 1), strict=True))
-    if scale.ndim and not (per_expert and x.ndim >= 3) and not per_row:
-        raise ValueError(
-            f"{who}: {name} must be [] (one for the tensor), [E] (one per expert of [E, N, K]) or [..., 1] (one per "
-            f"row), got {name}.shape={tuple(scale.shape)} for x.shape={tuple(x.shape)}; reshape it"
-        )
-
-
-def _check_aligned_scale(who: str, p: Tensor) -> None:
-    mantissa, exponent = torch.frexp(p)
-    low, high = formats.ALIGNED_MIN_EXPONENT, formats.ALIGNED_MAX_EXPONENT
-    valid = (mantissa == 0.5) & (exponent - 1 >= low) & (exponent - 1 <= high)
-    if not bool(valid.all()):
-        raise ValueError(
-            f"{who}: Recipe.ALIGNED needs per_tensor_scale = 2**k with {low} <= k <= {high}, "
-            f"got {p.flatten()[~valid.flatten()][0].item()}; use ops.per_tensor_scale(x), or round an imported scale "
-            "up to a power of two"
-        )
-
-
-def _check_scales(who: str, x: Tensor, p: Tensor | None, tensor_amax: Tensor | None, recipe: Recipe) -> None:
-    if p is not None and tensor_amax is not None:
-        raise ValueError(f"{who}: give per_tensor_scale or tensor_amax, got both; drop one")
-    for name, scale in (("per_tensor_scale", p), ("tensor_amax", tensor_amax)):
-        if scale is None:
-            continue
-        if not isinstance(scale, Tensor):
-            raise TypeError(
-                f"{who}: {name} must be a torch.Tensor, got {type(scale).__name__}; wrap it in torch.tensor"
-            )
-        if scale.device != x.device:
-            raise ValueError(f"{who}: {name} is on {scale.device}, x on {x.device}; move it with {name}.to(x.device)")
-        _check_scale_shape(who, name, scale, x)
-    if p is not None:
-        if p.dtype != torch.float32:
-            raise TypeError(f"{who}: per_tensor_scale must be float32, got {p.dtype}; convert it with .float()")
-        if _can_look(p):
-            if recipe is Recipe.ALIGNED:
-                _check_aligned_scale(who, p)
-            else:
-                _check_values(who, "per_tensor_scale", p, torch.isfinite(p) & (p > 0), "finite and > 0")
-    if tensor_amax is not None:
-        _check_amax(who, tensor_amax)
-
-
-def _check_amax(who: str, tensor_amax: Tensor) -> None:
-    dtype = getattr(tensor_amax, "dtype", type(tensor_amax).__name__)
-    if dtype not in _FLOATS:
-        raise TypeError(f"{who}: tensor_amax must be float32, bfloat16 or float16, got {dtype}; use ops.amax(x)")
-    if _can_look(tensor_amax):
-        _check_values(who, "tensor_amax", tensor_amax, tensor_amax.isfinite() & (tensor_amax >= 0), "finite and >= 0")
-
-
-def _check_values(who: str, name: str, scale: Tensor, valid: Tensor, rule: str) -> None:
-    if not bool(valid.all()):
-        got = scale.flatten()[~valid.flatten()][0].item()
-        raise ValueError(
-            f"{who}: {name} must be {rule}, got {got}; let ops.{name.removeprefix('tensor_')}(x) compute it"
-        )
-
-
-def _check_amax_dims(tensors: tuple[Tensor, ...], dims: list[int]) -> None:
-    for x in tensors:
-        if any(not -x.ndim <= d < x.ndim for d in dims):
-            raise ValueError(
-                f"amax: dim must name dims of each tensor, got dim={dims} for shape {tuple(x.shape)}; fix it"
-            )
-    left = [[n for i, n in enumerate(x.shape) if i not in dims and i - x.ndim not in dims] for x in tensors]
-    if any(shape != left[0] for shape in left):
-        raise ValueError(
-            f"amax: the shapes left after reducing dim={dims} must be equal, got {left}; reduce more dims, or call "
-            "amax for each"
-        )
-
-
-def _can_look(x: Tensor) -> bool:
-    """Whether reading a value costs nothing: on a CPU, and not while a graph is being traced."""
-    return (
-        x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, torch._subclasses.FakeTensor)
-    )
-
-
-def require_finite(who: str, x: Tensor) -> None:
-    """Raise ValueError if ``x`` holds NaN or inf; syncs on a GPU."""
-    if x.numel() == 0:
-        return
-    low, high = torch.aminmax(x.detach())
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        bad = int((~torch.isfinite(x)).sum())
-        raise ValueError(
-            f"{who}: x holds {bad} NaN or inf of {x.numel()} elements (shape {tuple(x.shape)}); "
-            "find the step that made them, or pass check_finite=False to turn their blocks into NaN"
-        )
 
 
 def _resolve(backend: Backend | str, x: Tensor) -> str:
@@ -339,7 +216,7 @@ def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
             raise TypeError(
                 f"amax: members must be torch.Tensor, got {type(x).__name__}; unpack a list: amax(*members)"
             )
-        if x.dtype not in _FLOATS:
+        if x.dtype not in checks.FLOATS:
             raise TypeError(
                 f"amax: tensors must be float32, bfloat16 or float16, got {x.dtype}; convert with x.to(torch.bfloat16)"
             )
@@ -350,7 +227,7 @@ def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
             )
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims is not None:
-        _check_amax_dims(tensors, dims)
+        checks.check_amax_dims(tensors, dims)
     return _amax(list(tensors), dims, _resolve(Backend.AUTO, tensors[0]))
 
 
@@ -367,7 +244,7 @@ def per_tensor_scale(
 
 def scale_from_amax(tensor_amax: Tensor, *, recipe: Recipe | str = Recipe.ALIGNED) -> tuple[Tensor, Tensor]:
     """``(per_tensor_scale, stored_scale)``, float32, of a tensor with this amax (in its dtype): same shape."""
-    _check_amax("scale_from_amax", tensor_amax)
+    checks.check_amax("scale_from_amax", tensor_amax)
     return _scale_from_amax(tensor_amax, Recipe(recipe).value)
 
 
@@ -399,10 +276,10 @@ def quantize(
     (torch.Size([2, 16]), torch.Size([2, 2]), tensor(0.0005))
     """
     recipe = Recipe(recipe)
-    _check_input("quantize", x)
-    _check_scales("quantize", x, per_tensor_scale, tensor_amax, recipe)
-    if check_finite or (check_finite is None and _can_look(x)):
-        require_finite("quantize", x)
+    checks.check_input("quantize", x)
+    checks.check_scales("quantize", x, per_tensor_scale, tensor_amax, recipe)
+    if check_finite or (check_finite is None and checks.can_look(x)):
+        checks.require_finite("quantize", x)
     resolved = _resolve(backend, x)
     qdata, block_scale, p, stored = _quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved)
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored)
@@ -416,7 +293,7 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: 
     """
     if not isinstance(q, NVFP4Tensor):
         raise TypeError(f"dequantize: q must be an NVFP4Tensor, got {type(q).__name__}; quantize it first")
-    _check_output_dtype("dequantize", dtype)
+    checks.check_output_dtype("dequantize", dtype)
     resolved = _resolve(backend, q.qdata)
     scales = q.per_tensor_scale, q.stored_scale
     return _dequantize(q.qdata, q.block_scale, *scales, q.recipe.value, dtype, resolved)
@@ -440,11 +317,11 @@ def fake_quantize(
     tensor([4.8750, 0.4062])
     """
     recipe = Recipe(recipe)
-    _check_input("fake_quantize", x)
-    _check_scales("fake_quantize", x, per_tensor_scale, tensor_amax, recipe)
-    _check_output_dtype("fake_quantize", dtype or x.dtype)
-    if check_finite or (check_finite is None and _can_look(x)):
-        require_finite("fake_quantize", x)
+    checks.check_input("fake_quantize", x)
+    checks.check_scales("fake_quantize", x, per_tensor_scale, tensor_amax, recipe)
+    checks.check_output_dtype("fake_quantize", dtype or x.dtype)
+    if check_finite or (check_finite is None and checks.can_look(x)):
+        checks.require_finite("fake_quantize", x)
     resolved = _resolve(backend, x)
     return _fake_quantize(x, per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype, resolved)
 
@@ -458,29 +335,9 @@ def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
 
 
-def _check_gemm(who: str, x: Tensor, weight: NVFP4Tensor) -> None:
-    _check_input(who, x)
-    if len(weight.shape) != 2 or weight.shape[-1] != x.shape[-1]:
-        raise ValueError(
-            f"{who}: weight must be [N, K] with x's K, got x.shape={tuple(x.shape)} and weight {tuple(weight.shape)}"
-        )
-    if weight.device != x.device:
-        raise ValueError(f"{who}: the weight is on {weight.device}, x on {x.device}; move one of them")
-
-
-def _check_activation(who: str, x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> None:
-    if activation.scale is ActivationScale.STATIC and input_amax is None:
-        raise ValueError(
-            f"{who}: activation_scale='static' needs input_amax; calibrate the model, load a checkpoint that carries "
-            "input scales, or use activation_scale='per_token'"
-        )
-    if _can_look(x):
-        require_finite(who, x)
-
-
 def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ dequantize(weight).T + bias`` in x's dtype: x [..., K], weight [N, K] -> [..., N]. Weight-only."""
-    _check_gemm("linear_w4a16", x, weight)
+    checks.check_gemm("linear_w4a16", x, weight)
     return reference_matmul.linear_w4a16(x, weight, bias)
 
 
@@ -505,8 +362,8 @@ def linear_w4a4(
         [..., N] in x's dtype.
     """
     activation = activation or ActivationFormat()
-    _check_gemm("linear_w4a4", x, weight)
-    _check_activation("linear_w4a4", x, activation, input_amax)
+    checks.check_gemm("linear_w4a4", x, weight)
+    checks.check_activation("linear_w4a4", x, activation, input_amax)
     return reference_matmul.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
 
 
@@ -539,8 +396,8 @@ def residual_linear(
     torch.Size([4, 8])
     """
     activation = activation or ActivationFormat()
-    _check_gemm("residual_linear", x, weight)
-    _check_activation("residual_linear", x, activation, input_amax)
+    checks.check_gemm("residual_linear", x, weight)
+    checks.check_activation("residual_linear", x, activation, input_amax)
     if residual.scope is ResidualScope.STATIC and residual.fraction > 0:
         if mask is None:
             raise ValueError(

@@ -361,3 +361,8 @@ def test_print_shows_what_was_converted():
     assert f"{W4A16Experts.__name__}(" in text
     assert "Qwen3MoeExperts, gate_up_proj=(4, 64, 64), down_proj=(4, 64, 32), recipe=aligned" in text
     assert f"{W4A16Linear.__name__}(in_features=64, out_features=64, bias=False, recipe=aligned, scale_group=" in text
+
+
+def test_w4a4_says_that_it_is_for_ablations():
+    with pytest.warns(UserWarning, match="mode='w4a4' is for ablations"):
+        qq.convert(nn.Sequential(nn.Linear(16, 8)), "w4a4")
