@@ -83,8 +83,8 @@ def convert(
     if mode is not Mode.W4A16:
         if mode is Mode.W4A4:
             warnings.warn(
-                "mode='w4a4' is for ablations: quantizing the trainer's activations widens the log-prob gap to the rollout "
-                "(arXiv 2607.15810); train with mode='w4a16'",
+                "mode='w4a4' is for ablations: quantizing the trainer's activations widens the log-prob gap to the "
+                "rollout (arXiv 2607.15810); train with mode='w4a16'",
                 stacklevel=2,
             )
         activation = ActivationFormat(
