@@ -2,7 +2,7 @@
 
 from quads_qat import ops, reference
 from quads_qat.autograd import fake_quantize_ste
-from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig
+from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Scope
 from quads_qat.convert import (
     convert,
     coverage,
@@ -12,22 +12,25 @@ from quads_qat.convert import (
     quant_state_dict,
     revert,
 )
-from quads_qat.diagnose import gap_stats
+from quads_qat.diagnose import GapStats, gap_stats
 from quads_qat.export import export_checkpoint, quantize_checkpoint
 from quads_qat.integrations.transformers import patch_transformers
 from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
-from quads_qat.verify import diff, verify, verify_checkpoint
+from quads_qat.verify import VerificationError, diff, verify, verify_checkpoint
 from quads_qat.weight_stream import bucketed, export_metadata, export_weights
 
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "Dialect",
+    "GapStats",
     "Mode",
     "NVFP4Tensor",
     "Recipe",
     "ResidualConfig",
+    "Scope",
+    "VerificationError",
     "bucketed",
     "convert",
     "coverage",

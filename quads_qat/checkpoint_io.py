@@ -185,6 +185,7 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_b
 def _save(shard: dict[str, Tensor], file: Path) -> None:
     try:
         save_file(shard, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes files that only their owner can read; an engine may run as another user
     except SafetensorError as error:  # a full disk comes as one of these
         raise OSError(0, str(error)) from error
 

@@ -88,7 +88,7 @@ def demo(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err) as progress:
+    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
         task = progress.add_task("starting", total=job.units(steps))
 
         def advance(description: str) -> None:
@@ -116,17 +116,26 @@ def _demo_table(result: dict[str, Any], directory: Path) -> None:
         row = (f"{gap['kl']:.5f}", f"{gap['mean']:.4f}", f"{gap['max']:.3f}", f"{gap['perplexity']:.4f}")
         table.add_row(trainer, gap["rollout"], *row)
     out.print(table)
-    out.print(f"quantized: {result['coverage']:.1%} of the weights")
+    out.print(f"quantized in every arm: {result['coverage']:.1%} of the weights")
     for name, report in result["checkpoints"].items():
         out.print(f"verified {name}: {report}")
     client = result["transformers"]
-    needed = (
-        "needed the patch of quads_qat.patch_transformers() (transformers #48371)"
-        if client["patch_needed"]
-        else "needed no patch"
+    if client is None:
+        out.print(
+            "transformers was not tried: reading compressed-tensors checkpoints needs `pip install compressed-tensors`"
+        )
+    else:
+        patch = (
+            "the patch of quads_qat.patch_transformers() (transformers #48371)"
+            if client["patch_needed"]
+            else "no patch"
+        )
+        equal = "equal to ours" if client["equal_with_patch"] else "DIFFERENT from ours"
+        out.print(f"transformers loads the compressed-tensors checkpoint: logits {equal}; it needed {patch}")
+    out.print(
+        "W4A16 QAT with compensated W4A4 rollouts is QUADS. What is left with weights only is bf16 against fp32 "
+        "arithmetic: the weights are the same bits."
     )
-    equal = "equal" if client["equal_with_patch"] else "DIFFERENT"
-    out.print(f"transformers loads the compressed-tensors checkpoint: logits {equal}; it {needed}")
     out.print(f"plot: {directory / 'gap.png'}   numbers: {directory / 'result.json'}", soft_wrap=True)
 
 
@@ -139,7 +148,9 @@ def quantize(
     scope: Annotated[Scope, typer.Option(help="Which modules.")] = Scope.ALL,
     include: Names = None,
     exclude: Names = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Write a W4A16 checkpoint.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="W4A16. Required: W4A4 needs activations.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Quantize a BF16 checkpoint into an NVFP4 one."""
@@ -160,7 +171,7 @@ def quantize(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err) as progress:
+    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
         task = progress.add_task(source.name, total=None)
         quantize_checkpoint(
             source,
@@ -237,11 +248,14 @@ def diff(
     elif not rows:
         out.print("the same codes, scales and values, and the same other tensors")
     else:
-        table = Table("tensor", "codes", "block scales", "values", "max |a - b|", "note")
-        for row in rows:
-            note = row.get("difference") or (f"only in {row['only_in']}" if "only_in" in row else row.get("shapes", ""))
-            numbers = [str(row.get(key, "")) for key in ("codes", "block_scales", "values", "max_abs")]
-            table.add_row(row["name"], *numbers, str(note))
-        out.print(table)
+        out.print(f"{len(rows)} tensors differ" + (", the first 20:" if len(rows) > 20 else ":"))
+        for row in rows[:20]:
+            numbers = [
+                f"{row[key]} {key.replace('_', ' ')}" for key in ("codes", "block_scales", "values") if key in row
+            ]
+            if "max_abs" in row:
+                numbers.append(f"max |a - b| {row['max_abs']:.3g}")
+            note = row.get("difference") or (f"only in {row['only_in']}" if "only_in" in row else row.get("shapes"))
+            out.print(f"  {row['name']}: {note or ', '.join(numbers)}", soft_wrap=True, highlight=False)
     if rows:
         raise typer.Exit(1)

@@ -159,7 +159,11 @@ class ResidualConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", ResidualScope(self.scope))
         object.__setattr__(self, "norm", ResidualNorm(self.norm))
-        if not isinstance(self.fraction, (int, float)) or not 0.0 <= self.fraction <= 1.0:
+        if (
+            isinstance(self.fraction, bool)
+            or not isinstance(self.fraction, (int, float))
+            or not 0.0 <= self.fraction <= 1.0
+        ):
             raise ValueError(f"ResidualConfig: fraction must be between 0 and 1, got {self.fraction!r}")
         if self.granularity not in (1, 16):
             raise ValueError(f"ResidualConfig: granularity must be 1 or 16, got {self.granularity!r}")

@@ -95,6 +95,19 @@ def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
     return found[0][1], found[0][1].__dict__[STATE]
 
 
+def check_patterns(**arguments: Sequence[str]) -> None:
+    """Patterns are lists of globs, names and valid regular expressions."""
+    for argument, patterns in arguments.items():
+        if isinstance(patterns, str):
+            raise TypeError(f"convert: {argument} must be a list of patterns, got {patterns!r}; pass [{patterns!r}]")
+        for pattern in patterns:
+            expression = pattern if argument == "groups" else pattern[3:] if pattern.startswith("re:") else ""
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(f"convert: {argument}: {pattern!r} is no regular expression: {error}") from None
+
+
 def select(
     model: nn.Module,
     *,
@@ -109,6 +122,7 @@ def select(
 
     ``only`` names the modules to quantize and puts every rule aside: what a checkpoint holds is a fact.
     """
+    check_patterns(include=include, exclude=exclude, groups=groups)
     owners = _owners(model)
     for pattern in (*include, *exclude):
         if not any(first_match(name, [pattern]) for name in owners):

@@ -6,7 +6,6 @@ replaced by packed ones (rollout mode).
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from quads_qat import ops
 from quads_qat.autograd import group_amax
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
-from quads_qat.conversion import STATE, Conversion, Skipped, Weight, conversion_of, full_name, select
+from quads_qat.conversion import STATE, Conversion, Skipped, Weight, check_patterns, conversion_of, full_name, select
 from quads_qat.experts import W4A4Experts, W4A16Experts, layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
@@ -76,7 +75,7 @@ def convert(
     256
     """
     mode, recipe, scope = Mode(mode), Recipe(recipe), Scope(scope)
-    _check_patterns(include=include, exclude=exclude, groups=groups)
+    check_patterns(include=include, exclude=exclude, groups=groups)
     if residual is not None and mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
     activation = None
@@ -111,18 +110,6 @@ def convert(
         install(root, conversion)
     install_packed(root, conversion, packed, amaxes, activation, residual or ResidualConfig())
     return model
-
-
-def _check_patterns(**arguments: Sequence[str]) -> None:
-    for argument, patterns in arguments.items():
-        if isinstance(patterns, str):
-            raise TypeError(f"convert: {argument} must be a list of patterns, got {patterns!r}; pass [{patterns!r}]")
-        for pattern in patterns:
-            expression = pattern if argument == "groups" else pattern[3:] if pattern.startswith("re:") else ""
-            try:
-                re.compile(expression)
-            except re.error as error:
-                raise ValueError(f"convert: {argument}: {pattern!r} is no regular expression: {error}") from None
 
 
 def _check_transition(

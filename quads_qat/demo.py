@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def run(out: Path, steps: int, advance: Callable[[str], None] = lambda _: None) 
         advance: called with a description before each of :func:`units` units of work.
 
     Returns:
-        ``coverage``, ``checkpoints`` (what was verified), ``transformers`` (what the real client needed) and ``gaps``.
+        ``coverage``, ``checkpoints`` (what was verified), ``transformers`` (what the real client needed;
+        None without compressed-tensors) and ``gaps``.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose another directory with --out, or remove it")
@@ -74,7 +76,7 @@ def run(out: Path, steps: int, advance: Callable[[str], None] = lambda _: None) 
     torch.manual_seed(0)
     text = (DATA / "heldout.txt").read_bytes()
     half = len(text) // 2
-    result: dict[str, Any] = {"gaps": [], "checkpoints": {}}
+    result: dict[str, Any] = {"gaps": [], "checkpoints": {}, "transformers": None}
     for name, mode in TRAINERS.items():
         trainer = _train(mode, text[:half], steps, partial(advance, f"training {name}"))
         advance(f"exporting {name}")
@@ -83,7 +85,8 @@ def run(out: Path, steps: int, advance: Callable[[str], None] = lambda _: None) 
             result["coverage"] = coverage(trainer).fraction
             result["checkpoints"] = _export_everything(trainer, folder)
             advance("loading with transformers")
-            result["transformers"] = _load_with_transformers(folder / "compressed-tensors-w4a16")
+            if find_spec("compressed_tensors") is not None:
+                result["transformers"] = _load_with_transformers(folder / "compressed-tensors-w4a16")
         else:
             _export_for_rollout(trainer, mode, folder / "modelopt-w4a16")
         result["gaps"] += [

@@ -200,7 +200,9 @@ def load_rollout(
 def load_model(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     """A plain model with the dequantized weights of an NVFP4 checkpoint of either dialect, for any transformers code.
 
-    ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly.
+    ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly. In eval mode; parameters take
+    gradients, so the model can be converted and trained on. Weights that had rounded to -0.0 are +0.0 after another
+    conversion, as the recipes have it: the same values, another sign of zero.
     """
     checkpoint = Checkpoint.open(path)
     model = skeleton(path, checkpoint.reader.names(), dtype)
@@ -333,7 +335,7 @@ def _assign(model: nn.Module, name: str, value: Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())
     else:
         module._buffers[leaf] = value
 
@@ -346,4 +348,4 @@ def _finish(model: nn.Module, path: str | Path) -> nn.Module:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(str(path))  # pyright: ignore[reportArgumentType]
-    return model.requires_grad_(False).eval()
+    return model.eval()

@@ -401,7 +401,8 @@ def residual_linear(
     if residual.scope is ResidualScope.STATIC and residual.fraction > 0:
         if mask is None:
             raise ValueError(
-                "residual_linear: scope='static' needs a calibrated mask; use scope='token' or calibrate first"
+                "residual_linear: scope='static' needs a mask [K] (a packed module's residual_mask); set one, or use "
+                "scope='token'"
             )
         if mask.dtype != torch.bool or mask.shape != x.shape[-1:]:
             raise ValueError(

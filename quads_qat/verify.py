@@ -34,11 +34,13 @@ class Report:
         quantized: quantized weights whose decoded values were compared.
         other: tensors in high precision that were compared.
         differences: name -> how it differs; empty if everything is the same bits.
+        cast: what fp32 master weights were cast to before the comparison, as the exporter casts them; "" if none.
     """
 
     quantized: int = 0
     other: int = 0
     differences: dict[str, str] = field(default_factory=dict)
+    cast: str = ""
 
     @property
     def ok(self) -> bool:
@@ -51,9 +53,11 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.quantized} quantized weights and {self.other} other tensors are equal, bit for bit"
+            masters = f" (fp32 masters cast to {self.cast}, as at export)" if self.cast else ""
+            return f"{self.quantized} quantized weights and {self.other} other tensors are equal, bit for bit{masters}"
         name, how = next(iter(self.differences.items()))
-        return f"{len(self.differences)} tensors differ, first {name}: {how}"
+        count = len(self.differences)
+        return f"{count} tensor{'s differ' if count > 1 else ' differs'}, first {name}: {how}"
 
     def raise_if_different(self) -> Report:
         """Return the report, or raise :class:`VerificationError`."""
@@ -103,6 +107,8 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     expected = {disk.name for disk in plan.weights}
     extra = checkpoint.quantized_as(expected) - expected
     report = Report()
+    if any(p.dtype == torch.float32 for p in root.parameters()):
+        report.cast = str(next(iter(conversion.weights.values())).format.export_dtype).removeprefix("torch.")
     trained: dict[str, Tensor] = {}
     for disk in plan.weights:
         weight, fmt = disk.weight, disk.weight.format
@@ -132,6 +138,8 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         All differences; :meth:`Report.raise_if_different` makes an error of them.
     """
     checkpoint = Checkpoint.open(path)
+    if "quantization_config" in checkpoint_io.Reader(source).config:
+        raise ValueError(f"{source} is quantized already; give the BF16 checkpoint first, or compare the two with diff")
     if recipe is not None:
         _require_recipe(checkpoint, Recipe(recipe))
         checkpoint.recipe = Recipe(recipe)

@@ -310,6 +310,8 @@ def bucketed(
         (entries, bucket): entries are (name, dtype, shape, byte offset), bucket is uint8 [bytes]; offsets are
         multiples of 16.
     """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucketed: bucket_bytes must be > 0, got {bucket_bytes}")
     entries: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
     parts: list[Tensor] = []
     size = 0

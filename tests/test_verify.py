@@ -114,14 +114,14 @@ def test_one_wrong_bit_is_named(how: str, dialect: Dialect, checkpoint: Any, tmp
     damaged = rewritten(path, tmp_path / "damaged", {tensor: value})
     with pytest.raises(VerificationError) as error:
         qq.verify(trainer(), damaged)
-    assert str(error.value).startswith(f"1 tensors differ, first {reported}: ")
+    assert str(error.value).startswith(f"1 tensor differs, first {reported}: ")
     assert said in str(error.value)
     report = qq.verify_checkpoint(SOURCE, damaged)
     assert not report.ok
     assert list(report.differences) == [reported]
     assert said in report.differences[reported]
     assert report.to_dict()["ok"] is False
-    with pytest.raises(VerificationError, match="1 tensors differ"):
+    with pytest.raises(VerificationError, match="1 tensor differs"):
         report.raise_if_different()
 
 

@@ -56,7 +56,9 @@ def patch_transformers() -> Undo:
 
     Replaces one function, ``CompressedTensorsDequantize.convert``, and only for experts that have a global scale; any
     other call goes to the original. Works by default and with ``CompressedTensorsConfig(dequantize=True)``, for W4A16
-    and W4A4. Calls may be nested. Whether the fault is there is found out by decoding one tiny expert::
+    and W4A4: logits equal ``load_model``'s for W4A16; for W4A4, transformers also quantizes the inputs of dense
+    linears unless it dequantizes. Calls may be nested. Whether the fault is there is found out by decoding one tiny
+    expert::
 
         with patch_transformers():
             model = AutoModelForCausalLM.from_pretrained(path)
