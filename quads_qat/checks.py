@@ -157,5 +157,9 @@ def check_activation(who: str, x: Tensor, activation: ActivationFormat, input_am
             f"{who}: activation_scale='static' needs input_amax; calibrate the model, load a checkpoint that carries "
             "input scales, or use activation_scale='per_token'"
         )
+    if input_amax is not None:
+        if input_amax.numel() != 1:
+            raise ValueError(f"{who}: input_amax must be one number [], got {tuple(input_amax.shape)}")
+        check_amax(who, input_amax)
     if can_look(x):
         require_finite(who, x)

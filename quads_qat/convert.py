@@ -25,6 +25,7 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.scale_groups import activation_key, whole
 
+_CONVERTED = (W4A16Linear, W4A16Experts, ResidualCompensatedLinear, ResidualCompensatedExperts)
 _CLASSES = {Mode.W4A16: (W4A16Linear, W4A16Experts), Mode.W4A4: (W4A4Linear, W4A4Experts)}
 
 M = TypeVar("M", bound=nn.Module)
@@ -95,9 +96,12 @@ def convert(
 
     if any(STATE in m.__dict__ for m in model.modules()):
         root, conversion = conversion_of(model, "convert")
+        _check_is_whole(model, root)
         _check_transition(conversion, mode, recipe, scope, include, exclude, groups)
         fresh = False
     else:
+        if part := next((n or "it" for n, m in model.named_modules() if isinstance(m, _CONVERTED)), None):
+            raise ValueError(f"convert: {part} is part of a converted model; call convert on the whole model")
         root, fresh = model, True
         conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
     if mode is not Mode.W4A4_RESIDUAL:
@@ -110,6 +114,17 @@ def convert(
         install(root, conversion)
     install_packed(root, conversion, packed, amaxes, activation, residual or ResidualConfig())
     return model
+
+
+def _check_is_whole(model: nn.Module, root: nn.Module) -> None:
+    """A wrapper around the converted model will do; a model of which only a part is converted will not."""
+    inside = {id(p) for p in root.parameters()}
+    outside = next((n for n, p in model.named_parameters() if p.ndim >= 2 and id(p) not in inside), None)
+    if outside is not None:
+        raise ValueError(
+            f"convert: only a part of this model is converted, {outside} is not in it; quads_qat.revert the part, then "
+            "convert the whole"
+        )
 
 
 def _check_transition(
@@ -362,16 +377,21 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 def observe_activations(model: nn.Module) -> Iterator[None]:
     """Inside this context forwards record the amax of each activation group; output bits do not change.
 
+    Amaxes run on over several contexts; ``load_quant_state_dict(model, {})`` forgets them.
+
     With ``torch.distributed`` initialized, amaxes are MAX-reduced over all ranks when the context ends.
     """
     _, conversion = conversion_of(model, "observe_activations")
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError("observe_activations: a rollout model does not observe; observe in the trainer")
+    before = [observer.enabled for observer in conversion.observers.values()]
     for observer in conversion.observers.values():
         observer.enabled = True
     try:
         yield
     finally:
-        for observer in conversion.observers.values():
-            observer.enabled = False
+        for observer, enabled in zip(conversion.observers.values(), before, strict=True):
+            observer.enabled = enabled
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for observer in conversion.observers.values():  # the same order on every rank; unseen counts as 0
             device = next(model.parameters()).device

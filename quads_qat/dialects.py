@@ -145,6 +145,8 @@ def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe
         )
     scale = scale.float().reshape(())
     p = scale if dialect is Dialect.MODELOPT else scale.reciprocal()
+    if not bool(torch.isfinite(p) & (p > 0)):
+        raise ValueError(f"{names.scale} is {scale.item()}, whose reciprocal is no finite number > 0")
     return NVFP4Tensor(qdata, block_scale, p, recipe, scale if recipe is Recipe.LLM_COMPRESSOR else p)
 
 

@@ -34,6 +34,8 @@ class ActivationObserver:
 
     def update(self, x: Tensor) -> None:
         """Fold the amax of x [..., K] in. Seeing a batch twice (a recompute) changes nothing."""
+        if x.numel() == 0:
+            return
         seen = ops.amax(x.detach()).float()
         self.amax = seen if self.amax is None else torch.maximum(self.amax.to(seen.device), seen)
 

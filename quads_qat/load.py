@@ -96,7 +96,10 @@ class Checkpoint:
         scale = self.reader.get(scale_name).float().reshape(())
         if not bool(torch.isfinite(scale) & (scale > 0)):
             raise ValueError(f"{scale_name} must be finite and > 0, got {scale.item()}")
-        return (scale if self.dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+        amax = (scale if self.dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+        if not bool(torch.isfinite(amax)):
+            raise ValueError(f"{scale_name} is {scale.item()}: no activation can need such a scale")
+        return amax
 
     def plan(self, model: nn.Module) -> tuple[Conversion, Plan]:
         """Which parameters of ``model`` (a skeleton) are quantized in this checkpoint, and where they are.
@@ -250,7 +253,7 @@ def _assemble(model: nn.Module, disks: list[DiskWeight], parts: list[NVFP4Tensor
     *lead, n, k = (*shape[:-2], shape[-1], shape[-2]) if weight.format.transposed else shape
     qdata = torch.empty(*lead, n, k // 2, dtype=torch.uint8)
     block_scale = torch.empty(*lead, n, k // BLOCK_SIZE, dtype=torch.uint8)
-    per_row, stored_per_row = torch.empty(*lead, n, 1), torch.empty(*lead, n, 1)
+    per_row, stored_per_row = (torch.empty(*lead, n, 1, dtype=torch.float32) for _ in range(2))
     for disk, q in zip(disks, parts, strict=True):
         cut(qdata, disk.expert, disk.rows).copy_(q.qdata)
         cut(block_scale, disk.expert, disk.rows).copy_(q.block_scale.view(torch.uint8))

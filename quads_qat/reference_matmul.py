@@ -61,10 +61,11 @@ def residual_linear(
 
 def _matmul(a: Tensor, weight: NVFP4Tensor, bias: Tensor | None, dtype: torch.dtype, *more: Tensor) -> Tensor:
     w = reference.dequantize(weight, torch.float32).t()
-    out = a @ w
-    for term in more:
-        out = out + term @ w
-    return (out if bias is None else out + bias.float()).to(dtype)
+    with torch.autocast(a.device.type, enabled=False):  # it would multiply in 16 bits
+        out = a @ w
+        for term in more:
+            out = out + term @ w
+        return (out if bias is None else out + bias.float()).to(dtype)
 
 
 def quantize_activation(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None = None) -> NVFP4Tensor:

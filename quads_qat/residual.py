@@ -41,12 +41,14 @@ class _Packed(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Packed:
         kept = {f"{name}_{part}": self._buffers[f"{name}_{part}"] for name in self.recipes for part in _FIELDS}
         kept |= {name: b for name, b in self._buffers.items() if name.endswith(_OPTIONAL)}
-        for name in kept:
-            self._buffers[name] = None
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            if buffer is not None:
-                self._buffers[name] = _moved(buffer, fn)
+        moved = {name: None if buffer is None else _moved(buffer, fn) for name, buffer in kept.items()}
+        self._buffers.update(dict.fromkeys(kept))
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._buffers.update(kept)  # a failed move (out of memory, say) loses nothing
+            raise
+        self._buffers.update(moved)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

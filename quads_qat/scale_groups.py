@@ -76,7 +76,8 @@ class ScaleGroup:
             RuntimeError: a member is sharded while another is whole: they sit in different FSDP units.
         """
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
-        sharded = [hasattr(w, "placements") or w.numel() == 0 for w in weights]  # DTensor, or a ZeRO-3 stub
+        # A DTensor, a ZeRO-3 stub, or a flat shard of FSDP1.
+        sharded = [hasattr(w, "placements") or w.numel() == 0 or w.ndim < 2 for w in weights]
         if any(sharded) and not all(sharded):
             inside, outside = sharded.index(False), sharded.index(True)
             raise RuntimeError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import checkpoint_io, ops
+from quads_qat import checkpoint_io, dialects, ops
 from quads_qat.autograd import fake_quantize_weight, group_amax
 from quads_qat.checkpoint_plan import DiskWeight, cut, disk_plan
 from quads_qat.config import Mode, Recipe
@@ -103,6 +103,7 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
     checkpoint = Checkpoint.open(path)
     _require_recipe(checkpoint, conversion.recipe)
+    checkpoint.recipe = conversion.recipe
     plan = disk_plan(root, conversion, checkpoint.dialect)
     expected = {disk.name for disk in plan.weights}
     extra = checkpoint.quantized_as(expected) - expected
@@ -117,7 +118,8 @@ def verify(model: nn.Module, path: str | Path) -> Report:
             amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], fmt)
             value = fake_quantize_weight(master, amax, fmt, fmt.export_dtype)
             trained = {weight.name: value.mT if fmt.transposed else value}
-        _compare_quantized(report, checkpoint, disk, cut(trained[weight.name], disk.expert, disk.rows).cpu())
+        values = cut(trained[weight.name], disk.expert, disk.rows).cpu()
+        _compare_quantized(report, checkpoint, disk, values, amax if amax.ndim == 0 else amax[disk.expert])
     report.differences |= dict.fromkeys(sorted(extra), "quantized in the checkpoint, not in the model")
     for name, tensor in export_rest(root, conversion, plan):
         if name not in extra:
@@ -152,7 +154,7 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         amax = ops.amax(*tensors)
         for disk, tensor in zip(group, tensors, strict=True):
             expected = ops.fake_quantize(tensor, tensor_amax=amax, recipe=checkpoint.recipe)
-            _compare_quantized(report, checkpoint, disk, expected)
+            _compare_quantized(report, checkpoint, disk, expected, amax)
     expected_names = {name for disk in plan.weights for name in _tensors_of(checkpoint, disk.name)}
     in_high_precision = {bias.source for bias in plan.biases} | {disk.source for disk in plan.weights}
     for bias in plan.biases:
@@ -177,7 +179,10 @@ def _require_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
         )
 
 
-def _compare_quantized(report: Report, checkpoint: Checkpoint, disk: DiskWeight, expected: Tensor) -> None:
+def _compare_quantized(
+    report: Report, checkpoint: Checkpoint, disk: DiskWeight, expected: Tensor, amax: Tensor
+) -> None:
+    """Decoded values against ``expected``, and the per-tensor scale, which engines use in fp32, against ``amax``'s."""
     report.quantized += 1
     try:
         q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
@@ -186,8 +191,13 @@ def _compare_quantized(report: Report, checkpoint: Checkpoint, disk: DiskWeight,
     except ValueError as error:
         report.differences[disk.name] = str(error)
         return
+    name = checkpoint.tensor_names(disk.name).scale
+    p, own = ops.scale_from_amax(amax.cpu(), recipe=checkpoint.recipe)
+    scale = dialects.stored(p, own, checkpoint.recipe, checkpoint.dialect)
     if how := difference(ops.dequantize(q, expected.dtype), expected):
         report.differences[disk.name] = how
+    elif how := difference(checkpoint.reader.get(name).float().reshape(scale.shape), scale):
+        report.differences[name] = how
 
 
 def _compare(report: Report, reader: checkpoint_io.Reader, name: str, expected: Tensor) -> None:

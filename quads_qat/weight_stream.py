@@ -59,7 +59,15 @@ def export_weights(
     scales = input_scales(plan, conversion, dialect, activations)
     if ranks != "all" and not isinstance(ranks, int):
         raise ValueError(f"export_weights: ranks must be 'all' or the number of a rank, got {ranks!r}")
-    source = _Source(lambda weight: quantize_weight(root, conversion, weight), _rest(root, conversion), scales)
+    versions = {name: root.get_parameter(name)._version for name in conversion.weights}
+
+    def quantize(weight: Weight) -> NVFP4Tensor:
+        for _, _, name in conversion.groups[weight.group].members:
+            if root.get_parameter(name)._version != versions[name]:
+                raise RuntimeError(f"export: {name} was changed while its model was being exported; export again")
+        return quantize_weight(root, conversion, weight)
+
+    source = _Source(quantize, _rest(root, conversion), scales)
     stream = _stream(root, plan, dialect, source)
     return stream if ranks in ("all", rank()) else _taking_part(stream)
 
@@ -111,10 +119,23 @@ def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Modu
             f"{who}: a rollout model holds packed weights only; export the trainer model that it came from"
         )
     dialects.check_recipe(conversion.recipe, dialect)
+    _refuse_two_names(root, conversion, who)
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{who}: {name} is on the meta device and has no values; load the weights first")
     return root, conversion, dialect
+
+
+def _refuse_two_names(root: nn.Module, conversion: Conversion, who: str) -> None:
+    names_of: dict[int, str] = {}
+    quantized = {weight.module for weight in conversion.weights.values()}
+    for name, module in root.named_modules(remove_duplicate=False):
+        first = names_of.setdefault(id(module), name)
+        if first != name and first in quantized:
+            raise ValueError(
+                f"{who}: {first} and {name} are one module, quantized under one name only in a checkpoint; "
+                f"convert with exclude=[{first!r}], or give {name} a module of its own"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- stream

@@ -251,9 +251,16 @@ def test_a_model_inside_can_be_converted_alone_and_reached_from_outside():
     qq.convert(model.layers[0], "w4a16")
     assert isinstance(model.layers[0]["mlp"].experts[0].up_proj, W4A16Linear)
     assert type(model.layers[1]["mlp"].experts[0].up_proj) is nn.Linear
-    qq.convert(model, "w4a4")
-    assert isinstance(model.layers[0]["mlp"].experts[0].up_proj, W4A4Linear)
-    qq.revert(model)
+    with pytest.raises(ValueError, match=r"only a part of this model is converted, layers\.1"):
+        qq.convert(model, "w4a4")
+    with pytest.raises(ValueError, match="is part of a converted model; call convert on the whole model"):
+        qq.convert(model.layers[0]["mlp"], "w4a4")
+    wrapped = nn.Sequential(model.layers[0]["mlp"])
+    assert type(qq.revert(model).layers[0]["mlp"].experts[0].up_proj) is nn.Linear
+    qq.convert(wrapped[0], "w4a16")
+    qq.convert(wrapped, "w4a4")
+    assert isinstance(wrapped[0].experts[0].up_proj, W4A4Linear)
+    qq.revert(wrapped)
     qq.convert(model.layers[0], "w4a16")
     qq.convert(model.layers[1], "w4a16")
     with pytest.raises(ValueError, match=r"coverage: layers\.0, layers\.1 were converted one by one"):

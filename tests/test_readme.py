@@ -18,7 +18,7 @@ def test_example_runs(name: str, tmp_path: Path):
     command = [sys.executable, "-c", EXAMPLES[name]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    expected = {"trainer": "are equal, bit for bit", "rollout": "GapStats(tokens=9"}[name]
+    expected = {"trainer": "are equal, bit for bit", "rollout": "GapStats(tokens=10"}[name]
     assert expected in done.stdout
 
 
