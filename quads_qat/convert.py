@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -106,6 +107,7 @@ def convert(
         conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
     if mode is not Mode.W4A4_RESIDUAL:
         if fresh:
+            _refuse_fused_mamba(root, conversion)
             install(root, conversion)
         _set_trainer_mode(root, conversion, mode, activation)
         return model
@@ -114,6 +116,23 @@ def convert(
         install(root, conversion)
     install_packed(root, conversion, packed, amaxes, activation, residual or ResidualConfig())
     return model
+
+
+def _refuse_fused_mamba(model: nn.Module, conversion: Conversion) -> None:
+    """The training kernels of mamba_ssm take projection weights as arguments: the master weights, around any module."""
+    if find_spec("mamba_ssm") is None:
+        return
+    names = [w.module for w in conversion.weights.values() if _is_mamba(model, w.module.rpartition(".")[0])]
+    if names:
+        raise ValueError(
+            f"convert: {names[0]} belongs to a Mamba mixer, whose fused training kernel (mamba_ssm is installed) "
+            f"reads the master weight past the module; pass exclude=['*.{names[0].rpartition('.')[2]}'], or do without mamba_ssm"
+        )
+
+
+def _is_mamba(model: nn.Module, name: str) -> bool:
+    mixer = model.get_submodule(name)
+    return hasattr(mixer, "conv1d") and "mamba" in type(mixer).__name__.lower()
 
 
 def _check_is_whole(model: nn.Module, root: nn.Module) -> None:

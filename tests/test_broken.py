@@ -1,5 +1,6 @@
 """What an adversary found: each was wrong numbers without a word, or a model lost."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,15 @@ def test_nested_observation_goes_on_after_the_inner_one_ends():
             model(torch.ones(1, 32))
         model(torch.full((1, 32), 3.0))
     assert [v.item() for v in qq.quant_state_dict(model).values()] == [3.0]
+
+
+def test_projections_that_fused_mamba_kernels_read_past_the_module_are_refused(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("nemotron_h")
+    projections = sorted(
+        {n.rpartition(".")[2] for n, _ in model.named_modules() if n.endswith((".in_proj", ".out_proj"))}
+    )
+    assert "out_proj" in projections
+    monkeypatch.setattr(sys.modules["quads_qat.convert"], "find_spec", lambda name: name == "mamba_ssm")
+    with pytest.raises(ValueError, match=r"reads the master weight past the module; pass exclude="):
+        qq.convert(model, "w4a16")
+    qq.convert(model, "w4a16", exclude=[f"*.{name}" for name in projections])
