@@ -126,7 +126,7 @@ def _refuse_fused_mamba(model: nn.Module, conversion: Conversion) -> None:
     if names:
         raise ValueError(
             f"convert: {names[0]} belongs to a Mamba mixer, whose fused training kernel (mamba_ssm is installed) "
-            f"reads the master weight past the module; pass exclude=['*.{names[0].rpartition('.')[2]}'], or do without mamba_ssm"
+            f"reads the master weight past the module; pass exclude=['*.{names[0].rpartition('.')[2]}']"
         )
 
 

@@ -34,7 +34,7 @@ Arguments are checked in ``ops``, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -338,9 +338,3 @@ def fake_quantize(
     for chunk, codes, _, scale in _encode(x, p, stored, source, recipe):
         out[chunk] = (_look_up(grid, codes) * scale).to(out.dtype).t()
     return out.view(x.shape)
-
-
-def quantize_group(tensors: Sequence[Tensor], *, recipe: Recipe = Recipe.ALIGNED) -> list[NVFP4Tensor]:
-    """Quantize the members of a scale group with their common amax."""
-    shared = amax(*tensors)
-    return [quantize(x, tensor_amax=shared, recipe=recipe) for x in tensors]

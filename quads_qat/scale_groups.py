@@ -7,7 +7,7 @@ training forward too: a scale that is only merged at export would change bits th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -91,8 +91,3 @@ def whole(weight: Tensor) -> Tensor:
     """A sharded parameter (DTensor) gathered, which all its ranks must take part in; any other tensor as it is."""
     gather = getattr(weight, "full_tensor", None)
     return weight if gather is None else gather()
-
-
-def names_of(groups: Iterable[ScaleGroup]) -> dict[str, list[str]]:
-    """Group name -> full names of its members."""
-    return {group.name: [full for _, _, full in group.members] for group in groups}
