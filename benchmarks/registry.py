@@ -71,6 +71,7 @@ class Report:
 
     @property
     def header(self) -> tuple[str, ...]:
+        """Names of the columns: a name, numbers, a note."""
         return ("implementation", "ms", "M/s", "time / ours", "note")
 
     @property
@@ -96,7 +97,8 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         table = Table(title=self.title, caption=f"{self.machine}, {versions}\n{self.legend}")
         for i, name in enumerate(self.header):
-            table.add_column(name, justify="right" if 0 < i < 4 else "left", no_wrap=i < 4, overflow="fold")
+            last = i == len(self.header) - 1
+            table.add_column(name, justify="right" if i and not last else "left", no_wrap=not last, overflow="fold")
         for cells in self.cells():
             table.add_row(*cells)
         return table
@@ -104,7 +106,8 @@ class Report:
     def as_markdown(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [f"## {self.title}", "", f"{self.machine}, {versions}, {date.today()}", ""]
-        lines += ["| " + " | ".join(self.header) + " |", "| --- | ---: | ---: | ---: | --- |"]
+        rule = ["---", *["---:"] * (len(self.header) - 2), "---"]
+        lines += ["| " + " | ".join(cells) + " |" for cells in (self.header, rule)]
         lines += ["| " + " | ".join(cells) + " |" for cells in self.cells()]
         return "\n".join([*lines, "", self.legend]) + "\n"
 

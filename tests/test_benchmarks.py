@@ -7,9 +7,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import quantize_cpu
+from benchmarks import cuda_timing, quantize, quantize_cpu, quantize_peers
 from benchmarks.__main__ import app
+from benchmarks.cuda_timing import Times
+from benchmarks.quantize_peers import FAKE_QUANTIZE, QUANTIZE, Peer
 from benchmarks.registry import BENCHMARKS, benchmark
+from quads_qat import ops, reference
 from quads_qat.config import Recipe
 
 
@@ -57,3 +60,127 @@ def test_names_are_unique():
     assert "quantize-cpu" in CliRunner().invoke(app, ["list"]).output
     with pytest.raises(ValueError, match="'quantize-cpu' is registered twice"):
         benchmark("quantize-cpu")(BENCHMARKS["quantize-cpu"])
+
+
+# ---------------------------------------------------------------------------------------------- the kernels and peers
+
+SHAPES = ((4, 64), (2, 3, 32))
+
+
+def ours_and(name: str, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> dict[str, quantize.Row]:
+    """Rows of the benchmark on a CPU with one peer; a made-up clock gives calls that wait no device time."""
+
+    def clock(calls, rounds: int, *, graphs: bool):
+        for sequence in calls.values():
+            sequence[-1]()
+        return {n: Times(None if "waits" in n or not graphs else 2e-6 * (1 + i), 9e-6) for i, n in enumerate(calls)}
+
+    monkeypatch.setattr(quantize, "in_turn", clock)
+    monkeypatch.setattr(quantize, "PEERS_FROM", 1)
+    monkeypatch.setattr(quantize, "copies_of", lambda nbytes: 2)
+    monkeypatch.setattr(quantize_peers, "PEERS", {name: peer})
+    report = quantize.measured("cpu", (*SHAPES, (0, 16)), rounds=1)
+    table = report.as_markdown()
+    assert all(f"| {row.name} | " in table for row in report.rows)
+    assert {len(cells) for cells in report.cells()} == {len(report.header)}
+    assert json.loads(report.as_json())["rows"][0]["moved"] == 2 * 4 * 64
+    return {row.name: row for row in report.rows}
+
+
+def cells(rows: dict[str, quantize.Row], name: str) -> dict[str, str]:
+    report = quantize.KernelReport("", 1, "calls", rows=list(rows.values()))
+    return next(dict(zip(report.header, c, strict=True)) for c in report.cells() if c[0] == name)
+
+
+def modelopt_codes(x: torch.Tensor, amax: torch.Tensor):
+    q = reference.quantize(x, tensor_amax=amax, recipe=Recipe.MODELOPT)
+    return lambda: (q.qdata, q.block_scale)
+
+
+def test_a_kernel_is_timed_beside_a_copy_and_a_peer(monkeypatch: pytest.MonkeyPatch):
+    rows = ours_and("peer", Peer(QUANTIZE, lambda: modelopt_codes), monkeypatch)
+    for name in quantize.KERNELS:
+        assert cells(rows, f"{name} [4, 64]") | {"note": ""} == {
+            "kernel": f"{name} [4, 64]",
+            "us": "2.0",
+            "copy us": "4.0",
+            "of a copy": "2.000",
+            "called us": "9.0",
+            "time / ours": "",
+            "note": "",
+        }
+    peer = cells(rows, "peer [2, 3, 32]")
+    assert (peer["us"], peer["of a copy"], peer["time / ours"]) == ("6.0", "0.667", "3.00")
+    assert "modelopt" in peer["note"]
+
+
+def test_a_call_on_nothing_has_no_device_time(monkeypatch: pytest.MonkeyPatch):
+    row = cells(ours_and("peer", Peer(QUANTIZE, lambda: modelopt_codes), monkeypatch), "dequantize [0, 16]")
+    assert (row["us"], row["copy us"], row["of a copy"], row["called us"]) == ("-", "-", "-", "9.0")
+
+
+def test_a_peer_that_waits_is_compared_as_called(monkeypatch: pytest.MonkeyPatch):
+    rows = ours_and("waits", Peer(QUANTIZE, lambda: modelopt_codes, "less work"), monkeypatch)
+    row = cells(rows, "waits [4, 64]")
+    assert (row["us"], row["called us"], row["of a copy"], row["time / ours"]) == ("-", "9.0", "0.444", "1.00")
+    assert row["note"].startswith("bits of modelopt")
+    assert row["note"].endswith("; less work")
+
+
+def test_a_peer_of_other_bits_is_timed_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    def one_off(x: torch.Tensor, amax: torch.Tensor):
+        out = reference.fake_quantize(x, tensor_amax=amax, recipe=Recipe.LLM_COMPRESSOR)
+        out.view(torch.int16).view(-1)[5] += 1
+        return lambda: out
+
+    row = cells(ours_and("peer", Peer(FAKE_QUANTIZE, lambda: one_off), monkeypatch), "peer [4, 64]")
+    assert row["us"] == "6.0"
+    assert row["note"] == "bits of no recipe: 0.0039 of the values differ from llm-compressor"
+
+
+def test_a_missing_or_failing_peer_says_so(monkeypatch: pytest.MonkeyPatch):
+    def missing():
+        raise ImportError("No module named 'peer'")
+
+    def failing(x: torch.Tensor, amax: torch.Tensor):
+        raise RuntimeError("no such instruction\nand more")
+
+    rows = ours_and("peer", Peer(QUANTIZE, missing), monkeypatch)
+    assert (rows["peer"].seconds, rows["peer"].note) == (None, "skipped: No module named 'peer'")
+    rows = ours_and("peer", Peer(QUANTIZE, lambda: failing), monkeypatch)
+    assert rows["peer [4, 64]"].note == "failed: RuntimeError: no such instruction"
+    assert cells(rows, "quantize, amax given [4, 64]")["us"] == "2.0"
+
+
+def test_a_kernel_of_other_bits_gets_no_time(monkeypatch: pytest.MonkeyPatch):
+    right = ops.quantize
+
+    def wrong(x: torch.Tensor, **options):
+        q = right(x, **options)
+        q.block_scale.view(torch.uint8).view(-1)[-1:] ^= 1
+        return q
+
+    monkeypatch.setattr(ops, "quantize", wrong)
+    rows = ours_and("peer", Peer(QUANTIZE, lambda: modelopt_codes), monkeypatch)
+    row = rows["quantize, amax given [2, 3, 32]"]
+    assert (row.seconds, row.note) == (None, "bits differ from the reference: no time")
+    assert cells(rows, "peer [2, 3, 32]")["time / ours"] == ""
+    assert cells(rows, "dequantize [2, 3, 32]")["us"] == "2.0"
+
+
+def test_inputs_that_take_turns_exceed_any_cache():
+    for nbytes in (0, 32, 5_000_000, 16_777_216, 10**9):
+        copies = cuda_timing.copies_of(nbytes)
+        assert copies * nbytes >= 160_000_000 or copies == 64
+        assert copies == 1 or (copies - 1) * nbytes < 160_000_000
+
+
+@pytest.mark.gpu
+def test_a_call_is_timed_by_a_graph_unless_it_waits():
+    x = torch.randn(1 << 22, device="cuda")
+    calls = {"adds": [lambda: x + 1] * 2, "waits": [lambda: x.sum().item()]}
+    times = cuda_timing.in_turn(calls, rounds=2)
+    assert times["waits"].device is None
+    assert times["adds"].device is not None
+    assert 0 < times["adds"].device < times["adds"].called
+    assert cuda_timing.in_turn(calls, rounds=1, graphs=False)["adds"].device is None
