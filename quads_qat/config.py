@@ -101,6 +101,16 @@ class ResidualScope(_Choice):
     STATIC = "static"
 
 
+class ExpertMask(_Choice):
+    """On which rows the residual's channels of a fused expert stack are ranked (scopes ``batch`` and ``static``)."""
+
+    #: The rows that this expert's GEMM sees: experts differ.
+    PER_EXPERT = "per_expert"
+    #: The hidden states before they are sent to experts: one mask for all of them. What lies between an expert's two
+    #: projections exists only inside it; there ``batch`` ranks its own rows, and ``static`` the rows of all experts.
+    BEFORE_DISPATCH = "before_dispatch"
+
+
 class ResidualNorm(_Choice):
     """How the residuals of a channel (over rows) or of a block of 16 (over channels) become one score."""
 
@@ -143,6 +153,8 @@ class ResidualConfig:
         scope: over what channels are ranked, see :class:`ResidualScope`.
         norm: score of a channel over rows (``batch``) or of a whole block (``granularity=16``).
         granularity: 1 selects single channels, 16 whole blocks.
+        expert_mask: on which rows experts rank, see :class:`ExpertMask`. Rows rank alone in scopes ``token`` and
+            ``block``, where it makes no difference; experts that are linears of their own always are ``per_expert``.
 
     Raises:
         ValueError: a fraction outside [0, 1], an unknown name, or ``scope="block"`` with whole blocks.
@@ -155,9 +167,11 @@ class ResidualConfig:
     scope: ResidualScope = ResidualScope.TOKEN
     norm: ResidualNorm = ResidualNorm.L2
     granularity: int = 1
+    expert_mask: ExpertMask = ExpertMask.PER_EXPERT
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", ResidualScope(self.scope))
+        object.__setattr__(self, "expert_mask", ExpertMask(self.expert_mask))
         object.__setattr__(self, "norm", ResidualNorm(self.norm))
         if (
             isinstance(self.fraction, bool)

@@ -119,6 +119,16 @@ def residual_mask(r: Tensor, residual: ResidualConfig, static_mask: Tensor | Non
         score = _channel_score(r, residual.norm)
     else:
         score = _powered(r, residual.norm)  # a channel of one row: every norm ranks alike
+    return _largest(score, residual, n)
+
+
+def mask_of_score(score: Tensor, residual: ResidualConfig) -> Tensor:
+    """Which channels the scores [K] of :class:`ChannelScores` select: bool [K], as scope ``batch`` selects them."""
+    return _largest(score, residual, residual.selected(score.shape[-1] // residual.granularity))
+
+
+def _largest(score: Tensor, residual: ResidualConfig, n: int) -> Tensor:
+    """The n best units of scores [..., K], a unit being a channel or a whole block."""
     if residual.granularity == BLOCK_SIZE:
         score = _tree(score.unflatten(-1, (-1, BLOCK_SIZE)), residual.norm)
     elif residual.scope is ResidualScope.BLOCK:
@@ -139,14 +149,55 @@ def _channel_score(r: Tensor, norm: ResidualNorm) -> Tensor:
     powered = _powered(r, norm)
     if norm is ResidualNorm.MAX:
         return powered.amax(0) if r.shape[0] else powered.new_zeros(r.shape[-1])
-    chunks = F.pad(powered, (0, 0, 0, -r.shape[0] % _ROW_CHUNK)).unflatten(0, (-1, _ROW_CHUNK))  # x + 0 is x
-    sums = torch.zeros_like(chunks[:, 0])
-    for row in range(min(_ROW_CHUNK, r.shape[0])):
-        sums = sums + chunks[:, row]
     total = powered.new_zeros(r.shape[-1])
-    for chunk in sums:
+    for chunk in _chunk_sums(powered):
         total = total + chunk
     return total
+
+
+class ChannelScores:
+    """The channels' scores of a stream of residual rows, for a static mask.
+
+    They are those of scope ``batch`` for all rows in one call, however the rows are cut into calls of :meth:`add`:
+    row by row in chunks of 128 rows of the stream, chunks ascending.
+    """
+
+    def __init__(self, k: int, norm: ResidualNorm, device: torch.device) -> None:
+        self.norm, self.filled = norm, 0  # rows in the chunk that is not complete yet
+        self.total, self.chunk = (torch.zeros(k, dtype=torch.float32, device=device) for _ in range(2))
+
+    def add(self, r: Tensor) -> None:
+        """Rows [M, K] float32."""
+        powered = _powered(r, self.norm)
+        if self.norm is ResidualNorm.MAX:
+            self.total = torch.maximum(self.total, _channel_score(r, self.norm))
+        else:
+            head = min(-self.filled % _ROW_CHUNK, r.shape[0])
+            self._add_rows(powered[:head])
+            whole = head + (r.shape[0] - head) // _ROW_CHUNK * _ROW_CHUNK
+            for chunk in _chunk_sums(powered[head:whole]):
+                self.total = self.total + chunk
+            self._add_rows(powered[whole:])
+
+    def _add_rows(self, powered: Tensor) -> None:
+        for row in powered:
+            self.chunk = self.chunk + row
+        self.filled = (self.filled + powered.shape[0]) % _ROW_CHUNK
+        if self.filled == 0:
+            self.total, self.chunk = self.total + self.chunk, torch.zeros_like(self.chunk)
+
+    def score(self) -> Tensor:
+        """[K] float32."""
+        return self.total + self.chunk
+
+
+def _chunk_sums(powered: Tensor) -> Tensor:
+    """[M, K] -> [M/128 rounded up, K]: rows added one after the other."""
+    chunks = F.pad(powered, (0, 0, 0, -powered.shape[0] % _ROW_CHUNK)).unflatten(0, (-1, _ROW_CHUNK))  # x + 0 is x
+    sums = torch.zeros_like(chunks[:, 0])
+    for row in range(min(_ROW_CHUNK, powered.shape[0])):
+        sums = sums + chunks[:, row]
+    return sums
 
 
 def _tree(score: Tensor, norm: ResidualNorm) -> Tensor:

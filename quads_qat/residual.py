@@ -8,24 +8,54 @@ codes and scales only, 0.5625 bytes each; a dtype move never touches them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quads_qat import ops
-from quads_qat.config import ActivationFormat, Recipe, ResidualConfig
+from quads_qat import ops, reference_matmul
+from quads_qat.autograd import activation_amax
+from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
 from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop
 from quads_qat.qtensor import NVFP4Tensor
 
 _FIELDS = ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
 _OPTIONAL = ("input_amax", "residual_mask")
+_UNCALIBRATED = (
+    "this rollout has {} and was not calibrated; run quads_qat.calibrate(rollout, batches), load the state of a "
+    "calibrated one with quads_qat.load_quant_state_dict, or use {}"
+)
 
 
-class _Packed(nn.Module):
+@dataclass(eq=False)
+class SyncState:
+    """Whether the weights of a rollout belong together; one object for all of its packed modules.
+
+    Attributes:
+        broken: why they do not (a weight sync that failed half-way); "" while they do.
+    """
+
+    broken: str = ""
+
+    def require_whole(self) -> None:
+        """Raise RuntimeError in a rollout that mixes old and new weights."""
+        if self.broken:
+            raise RuntimeError(self.broken)
+
+
+Record = Callable[[nn.Module, str, "int | None", Tensor], None]
+"""Sees (module, parameter, expert, input rows) of every GEMM; expert -1: hidden states before they are dispatched."""
+
+
+class PackedModule(nn.Module):
     """Holds :class:`NVFP4Tensor` objects as buffers that ``.to(dtype)``, ``.half()`` and friends leave alone."""
 
     recipes: dict[str, Recipe]
+    activation: ActivationFormat | None
+    residual: ResidualConfig | None
+    sync: SyncState
+    record: Record | None = None
 
     def set_packed(self, name: str, q: NVFP4Tensor) -> None:
         """Register the fields of ``q`` as buffers ``<name>_qdata``, ``<name>_block_scale``, ..."""
@@ -33,12 +63,50 @@ class _Packed(nn.Module):
         for part in _FIELDS:
             self.register_buffer(f"{name}_{part}", getattr(q, part))
 
+    def load_packed(self, name: str, q: NVFP4Tensor) -> None:
+        """Replace the codes and scales of weight ``name`` in place: every buffer keeps its address.
+
+        The only way for new weights into a module that runs: what is derived from them is refreshed here.
+
+        Raises:
+            ValueError: as :meth:`fit_packed`. Nothing is changed then.
+        """
+        fitted = self.fit_packed(name, q)
+        for part in _FIELDS:
+            self._buffers[f"{name}_{part}"].copy_(getattr(fitted, part))  # pyright: ignore[reportOptionalMemberAccess]
+        self.refresh(name)
+
+    def fit_packed(self, name: str, q: NVFP4Tensor) -> NVFP4Tensor:
+        """``q`` with its per-tensor scale in the shape of the module's: [], [E] or one per row.
+
+        Raises:
+            ValueError: another shape or recipe than the module's, or parts with different scales where the module has
+                one scale for them.
+        """
+        here = self.packed(name)
+        if q.shape != here.shape or q.recipe is not here.recipe:
+            raise ValueError(
+                f"load_packed: {name} must be {tuple(here.shape)} of recipe '{here.recipe}', got {tuple(q.shape)} of "
+                f"'{q.recipe}'"
+            )
+        shape, lead = here.per_tensor_scale.shape, q.qdata.ndim - 2
+        scales = {part: _in_shape(getattr(q, part), shape, lead) for part in ("per_tensor_scale", "stored_scale")}
+        if any(scale is None for scale in scales.values()):
+            raise ValueError(
+                f"load_packed: {name} has one per-tensor scale {list(shape)} for parts that came with different ones; "
+                "send weights whose scale groups (gate/up, all experts of a stack) share their scale"
+            )
+        return replace(q, **scales)  # pyright: ignore[reportArgumentType]
+
+    def refresh(self, name: str) -> None:
+        """Recompute, in place, what is derived from the codes and scales of ``name``. Nothing is, so far."""
+
     def packed(self, name: str = "weight") -> NVFP4Tensor:
         """The codes and scales of a weight, as they are now (no copy)."""
         parts = {part: getattr(self, f"{name}_{part}") for part in _FIELDS}
         return NVFP4Tensor(recipe=self.recipes[name], **parts)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Packed:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         kept = {f"{name}_{part}": self._buffers[f"{name}_{part}"] for name in self.recipes for part in _FIELDS}
         kept |= {name: b for name, b in self._buffers.items() if name.endswith(_OPTIONAL)}
         moved = {name: None if buffer is None else _moved(buffer, fn) for name, buffer in kept.items()}
@@ -72,6 +140,21 @@ class _Packed(nn.Module):
                 device = next(b.device for b in self._buffers.values() if b is not None)
                 self._buffers[name] = torch.empty_like(state_dict[prefix + name], device=device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name in self.recipes:
+            self.refresh(name)
+
+
+def _in_shape(scale: Tensor, shape: torch.Size, lead: int) -> Tensor | None:
+    """A scale [], [E] or [(E,) N, 1] in another of these shapes; None if values would be lost. ``lead``: 1 for [E]."""
+    rows = scale.view(*scale.shape, 1, 1) if scale.ndim == lead == 1 else scale
+    if len(shape) == lead == 1:
+        wanted = rows.expand(*shape, *rows.shape[1:]) if rows.ndim == 3 else rows.expand(*shape, 1, 1)
+        wanted = wanted.flatten(1)
+        return wanted[:, 0] if bool((wanted == wanted[:, :1]).all()) else None
+    if len(shape) == 0:
+        wanted = scale.flatten()
+        return wanted[0] if bool((wanted == wanted[0]).all()) else None
+    return rows.expand(shape)
 
 
 def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -82,7 +165,7 @@ def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
 
-class ResidualCompensatedLinear(_Packed):
+class ResidualCompensatedLinear(PackedModule):
     """A linear with packed weights [N, K] that quantizes its input and compensates the worst of the residual.
 
     x [..., K] -> [..., N] in x's dtype. ``activation=None`` multiplies x as it is (weight-only, W4A16): the same bits
@@ -108,7 +191,7 @@ class ResidualCompensatedLinear(_Packed):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.activation, self.residual, self.recipes = activation, residual, {}
+        self.activation, self.residual, self.recipes, self.sync = activation, residual, {}, SyncState()
         self.set_packed("weight", weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("input_amax", input_amax)
@@ -122,6 +205,9 @@ class ResidualCompensatedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""
+        self.sync.require_whole()
+        if self.record is not None:
+            self.record(self, "weight", None, x)
         return _project(
             x, self.packed(), self.bias, self.activation, self.residual, self.input_amax, self.residual_mask
         )
@@ -134,11 +220,12 @@ class ResidualCompensatedLinear(_Packed):
         )
 
 
-class ResidualCompensatedExperts(StandsFor, _Packed):
+class ResidualCompensatedExperts(StandsFor, PackedModule):
     """A fused expert stack with packed weights; each projection of each expert compensates its own input rows.
 
     Same arguments as the original experts module. Buffers as in :class:`ResidualCompensatedLinear`, one set for each
-    projection (``gate_up_proj_qdata`` [E, N, K/2], ...), always with blocks along the last dim.
+    projection (``gate_up_proj_qdata`` [E, N, K/2], ...), always with blocks along the last dim; ``residual_mask`` is
+    [K], or [E, K] with a mask for each expert (``ResidualConfig.expert_mask``).
     """
 
     def __init__(
@@ -159,7 +246,7 @@ class ResidualCompensatedExperts(StandsFor, _Packed):
         self._modules.update(original._modules)
         self._parameters.update({k: v for k, v in original._parameters.items() if k not in weights})
         self.original_class, self.layout = original_class, layout
-        self.activation, self.residual, self.recipes = activation, residual, {}
+        self.activation, self.residual, self.recipes, self.sync = activation, residual, {}, SyncState()
         for name, q in weights.items():
             self.set_packed(name, q)
             self.register_buffer(f"{name}_input_amax", input_amax[name])
@@ -167,19 +254,47 @@ class ResidualCompensatedExperts(StandsFor, _Packed):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
+        self.sync.require_whole()
         packed = {name: self.packed(name) for name in self.layout.parameters}
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        if self.record is not None:
+            self.record(self, self.layout.first[0], -1, hidden_states)
+        before_dispatch = self._mask_before_dispatch(hidden_states)
+        fixed = None if self.residual is None else replace(self.residual, scope=ResidualScope.STATIC)
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:
+            if self.record is not None:
+                self.record(self, name, expert, x)
             bias = getattr(self, f"{name}_bias")[expert] if self.layout.bias else None
-            amax, mask = getattr(self, f"{name}_input_amax"), getattr(self, f"{name}_residual_mask")
-            return _project(x, _one_expert(packed[name], expert), bias, self.activation, self.residual, amax, mask)
+            amax, mask, residual = getattr(self, f"{name}_input_amax"), before_dispatch, fixed
+            if mask is None or name == self.layout.down:
+                mask, residual = getattr(self, f"{name}_residual_mask"), self.residual
+                mask = mask if mask is None or mask.ndim == 1 else mask[expert]
+            return _project(x, _one_expert(packed[name], expert), bias, self.activation, residual, amax, mask)
 
         return experts_loop(self, self.layout, project, *args, **kwargs)
+
+    def _mask_before_dispatch(self, hidden_states: Tensor) -> Tensor | None:
+        """One mask [K] for the first projection of all experts, where the config asks for it."""
+        residual = self.residual
+        if self.activation is None or residual is None or residual.fraction == 0:
+            return None
+        if residual.scope is not ResidualScope.BATCH or residual.expert_mask is not ExpertMask.BEFORE_DISPATCH:
+            return None
+        amax = getattr(self, f"{self.layout.first[0]}_input_amax")
+        return reference_matmul.residual_mask(residual_rows(hidden_states, self.activation, amax), residual)
 
     def extra_repr(self) -> str:
         """Shapes and formats, for ``print(model)``."""
         shapes = ", ".join(f"{name}={tuple(self.packed(name).shape)}" for name in self.layout.parameters)
         return f"{self.original_class.__name__}, {shapes}, activation={self.activation}, residual={self.residual}"
+
+
+def residual_rows(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None = None) -> Tensor:
+    """``x - Q(x)``, exact in float32: x [..., K] -> [M, K]."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    q = ops.quantize(rows, tensor_amax=activation_amax(rows, activation, input_amax), recipe=activation.recipe)
+    return rows.float() - ops.dequantize(q, torch.float32)
 
 
 def _one_expert(q: NVFP4Tensor, expert: int) -> NVFP4Tensor:
@@ -200,8 +315,12 @@ def _project(
 ) -> Tensor:
     if activation is None:
         return ops.linear_w4a16(x, weight, bias)
+    if activation.scale is ActivationScale.STATIC and input_amax is None:
+        raise ValueError(_UNCALIBRATED.format("activation_scale='static'", "activation_scale='per_token'"))
     if residual is None:
         return ops.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
+    if residual.scope is ResidualScope.STATIC and residual.fraction > 0 and residual_mask is None:
+        raise ValueError(_UNCALIBRATED.format("scope='static'", "scope='token'"))
     return ops.residual_linear(
         x, weight, residual, bias, activation=activation, input_amax=input_amax, mask=residual_mask
     )

@@ -288,8 +288,18 @@ STATIC_SCALE = ActivationFormat(scale=ActivationScale.STATIC)
         (torch.ones(2, 40), {}, ValueError, "the last dim must be a multiple of 16"),
         (torch.ones(2, 64).int(), {}, TypeError, "x must be float32, bfloat16 or float16, got torch.int32"),
         (torch.ones(2, 64) / 0, {}, ValueError, "residual_linear: x holds 128 NaN or inf of 128 elements"),
-        (torch.ones(2, 64), {"activation": STATIC_SCALE}, ValueError, "activation_scale='static' needs input_amax"),
-        (torch.ones(2, 64), {"residual": ResidualConfig(scope="static")}, ValueError, "needs a mask [K]"),
+        (
+            torch.ones(2, 64),
+            {"activation": STATIC_SCALE},
+            ValueError,
+            "activation_scale='static' and was not calibrated; run quads_qat.calibrate(rollout, batches)",
+        ),
+        (
+            torch.ones(2, 64),
+            {"residual": ResidualConfig(scope="static")},
+            ValueError,
+            "scope='static' and was not calibrated",
+        ),
         (
             torch.ones(2, 64),
             {"residual": ResidualConfig(scope="static"), "residual_mask": torch.ones(32, dtype=torch.bool)},
