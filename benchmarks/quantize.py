@@ -86,7 +86,8 @@ class KernelReport(Report):
             "Medians of all rounds. us: the device alone, calls replayed as one CUDA graph over inputs that no cache "
             "holds; copy us: a device copy that moves the same bytes, likewise; of a copy: copy us / us; called us: as "
             "called from Python, the host's time where that is longer; time / ours: of us. No graph can hold a call "
-            "that waits for the GPU: both ratios are then of called us"
+            "that waits for the GPU: both ratios are then of called us. [1, 16] is one block: what a launch costs the "
+            "device and Python; [0, 16] has none: what a call costs without the kernel"
         )
 
     def cells(self) -> list[tuple[str, ...]]:
