@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from quads_qat.config import ActivationFormat, Mode, Recipe, ResidualConfig, Sco
 from quads_qat.experts import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.linear import ActivationObserver, FullPrecision
+from quads_qat.residual import SyncState
 from quads_qat.scale_groups import ScaleGroup, activation_key, group_key
 from quads_qat.selection import default_exclusion, first_match, in_scope
 
@@ -78,6 +80,9 @@ class Conversion:
     full_precision: FullPrecision = field(default_factory=FullPrecision)
     activation: ActivationFormat | None = None
     residual: ResidualConfig | None = None
+    sync: SyncState = field(default_factory=SyncState)
+    sync_plan: Any = None  #: what ``weight_sync`` derives from the model once
+    rules: tuple[str, ...] = ()  #: regular expressions of scale groups, the ``groups`` of ``convert``
 
 
 def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
@@ -130,7 +135,7 @@ def select(
                 f"convert: no module with weights matches {pattern!r}; see model.named_modules() for the names"
             )
     users = _users_of_parameters(owners)
-    conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {})
+    conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {}, rules=tuple(groups))
     for name, module in owners.items():
         if only is None:
             reason = _why_not(name, module, users, scope, include, exclude)

@@ -23,7 +23,7 @@ from quads_qat.conversion import STATE, Conversion, Skipped, Weight, check_patte
 from quads_qat.experts import W4A4Experts, W4A16Experts, layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
-from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
+from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.scale_groups import activation_key, whole
 
 _CONVERTED = (W4A16Linear, W4A16Experts, ResidualCompensatedLinear, ResidualCompensatedExperts)
@@ -47,6 +47,7 @@ def convert(
     residual: ResidualConfig | None = None,
     activation_scale: ActivationScale | str | None = None,
     activation_recipe: Recipe | str | None = None,
+    weights_only: bool = False,
 ) -> M:
     """Swap linears and experts for quantized ones, in place. Call it before FSDP or TP wrapping.
 
@@ -60,8 +61,10 @@ def convert(
         exclude: modules to leave in high precision; wins over everything.
         groups: regular expressions; linears that one of them finds, with equal capture groups, share a scale.
         residual: rollout only; None compensates half of the channels per token. ``fraction=0`` is naive W4A4.
-        activation_scale: ``per_token`` (default), ``per_tensor`` or ``static``.
+        activation_scale: ``per_token`` (default), ``per_tensor`` or ``static``: what the trainer observed, or what
+            ``calibrate`` sets.
         activation_recipe: arithmetic of the activations; default ALIGNED.
+        weights_only: a rollout of packed weights that leaves activations alone (W4A16 inference).
 
     Returns:
         ``model`` itself.
@@ -80,8 +83,13 @@ def convert(
     check_patterns(include=include, exclude=exclude, groups=groups)
     if residual is not None and mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
+    if weights_only and (mode is not Mode.W4A4_RESIDUAL or residual or activation_scale or activation_recipe):
+        raise ValueError(
+            "convert: weights_only=True is for mode='w4a4_residual' and leaves activations alone; drop it, or drop "
+            "residual, activation_scale and activation_recipe"
+        )
     activation = None
-    if mode is not Mode.W4A16:
+    if mode is not Mode.W4A16 and not weights_only:
         if mode is Mode.W4A4:
             warnings.warn(
                 "mode='w4a4' is for ablations: quantizing the trainer's activations widens the log-prob gap to the "
@@ -92,7 +100,7 @@ def convert(
             scale=ActivationScale(activation_scale or ActivationScale.PER_TOKEN),
             recipe=Recipe(activation_recipe or Recipe.ALIGNED),
         )
-    elif activation_scale is not None or activation_recipe is not None:
+    elif not weights_only and (activation_scale is not None or activation_recipe is not None):
         raise ValueError("convert: mode='w4a16' leaves activations alone; drop activation_scale and activation_recipe")
 
     if any(STATE in m.__dict__ for m in model.modules()):
@@ -111,10 +119,11 @@ def convert(
             install(root, conversion)
         _set_trainer_mode(root, conversion, mode, activation)
         return model
-    packed, amaxes = _pack(root, conversion, activation)  # may refuse: nothing is changed before it is done
+    packed, amaxes = _pack(root, conversion)  # may refuse: nothing is changed before it is done
     if fresh:
         install(root, conversion)
-    install_packed(root, conversion, packed, amaxes, activation, residual or ResidualConfig())
+    residual = None if weights_only else residual or ResidualConfig()
+    install_packed(root, conversion, packed, amaxes, activation, residual)
     return model
 
 
@@ -219,20 +228,12 @@ def _set_trainer_mode(
     conversion.mode, conversion.activation = mode, activation
 
 
-def _pack(
-    model: nn.Module, conversion: Conversion, activation: ActivationFormat | None
-) -> tuple[dict[str, NVFP4Tensor], dict[str, Tensor | None]]:
+def _pack(model: nn.Module, conversion: Conversion) -> tuple[dict[str, NVFP4Tensor], dict[str, Tensor | None]]:
     """Codes and scales, and the observed amax of the input, of every selected parameter. Changes nothing."""
     _refuse_meta(model, conversion)
     if any(not w.module for w in conversion.weights.values()):
         raise ValueError("convert: cannot replace the model itself; wrap it in a module, e.g. nn.Sequential(model)")
     amaxes = {n: conversion.observers[activation_key(w.group)].amax for n, w in conversion.weights.items()}
-    if activation is not None and activation.scale is ActivationScale.STATIC and None in amaxes.values():
-        missing = next(name for name, amax in amaxes.items() if amax is None)
-        raise ValueError(
-            f"convert: activation_scale='static' needs the observed amax of {missing}'s input; run some batches inside "
-            "`with quads_qat.observe_activations(model):` first"
-        )
     return {name: quantize_weight(model, conversion, weight) for name, weight in conversion.weights.items()}, amaxes
 
 
@@ -252,7 +253,7 @@ def install_packed(
     for name in {w.module: None for w in conversion.weights.values()}:
         module = model.get_submodule(name)
         if isinstance(module, nn.Linear):
-            new: nn.Module = ResidualCompensatedLinear(
+            new: PackedModule = ResidualCompensatedLinear(
                 packed[full_name(name, "weight")],
                 module.bias,
                 activation=activation,
@@ -272,6 +273,7 @@ def install_packed(
                 input_amax={p: amaxes[full_name(name, p)] for p in layout.parameters},
             )
         new.train(module.training)
+        new.sync = conversion.sync
         for parent, leaf in places[id(module)]:
             setattr(parent, leaf, new)
     conversion.groups.clear()  # they held the master weights
@@ -284,10 +286,15 @@ def quantize_weight(model: nn.Module, conversion: Conversion, weight: Weight) ->
 
     Exactly what the module's forward multiplies by; export and rollout both come from here.
     """
+    amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], weight.format)
+    return quantize_master(weight, whole(model.get_parameter(weight.name).detach()), amax)
+
+
+def quantize_master(weight: Weight, master: Tensor, amax: Tensor) -> NVFP4Tensor:
+    """Codes and scales of the whole ``master`` of one parameter, whose scale group has this amax."""
     fmt = weight.format
-    master = whole(model.get_parameter(weight.name).detach()).to(fmt.export_dtype)
+    master = master.to(fmt.export_dtype)
     master = master.transpose(-1, -2) if fmt.transposed else master
-    amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], fmt)
     try:
         return ops.quantize(master, tensor_amax=amax, recipe=fmt.recipe, check_finite=True)
     except ValueError as error:

@@ -325,12 +325,33 @@ def test_a_rollout_from_the_meta_device_is_refused_and_nothing_is_changed():
     assert classes(model) == kept
 
 
-def test_a_static_activation_scale_without_observations_is_refused_and_nothing_is_changed():
-    model = LISTED()
-    kept = classes(model)
-    with pytest.raises(ValueError, match=r"activation_scale='static' needs the observed amax of layers.*'s input"):
-        qq.convert(model, "w4a4_residual", activation_scale=ActivationScale.STATIC)
-    assert classes(model) == kept
+def test_a_static_activation_scale_without_observations_waits_for_a_calibration():
+    model = qq.convert(LISTED(), "w4a4_residual", activation_scale=ActivationScale.STATIC)
+    with pytest.raises(ValueError, match=r"activation_scale='static' and was not calibrated; run quads_qat.calibrate"):
+        model(torch.ones(2, 32))
+
+
+def test_a_rollout_of_weights_only_multiplies_as_the_trainer_does():
+    trainer, x = LISTED(), torch.randn(3, 5, 32)
+    rollout = qq.convert(copy.deepcopy(trainer), "w4a4_residual", weights_only=True)
+    assert_same_bits(rollout(x), qq.convert(trainer, "w4a16")(x).detach())
+    assert "activation=None, residual=None" in repr(rollout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "w4a16"},
+        {"mode": "w4a4"},
+        {"mode": "w4a4_residual", "residual": qq.ResidualConfig()},
+        {"mode": "w4a4_residual", "activation_scale": "per_token"},
+        {"mode": "w4a4_residual", "activation_recipe": "modelopt"},
+    ],
+    ids=str,
+)
+def test_weights_only_goes_with_nothing_about_activations(options: dict[str, Any]):
+    with pytest.raises(ValueError, match="weights_only=True is for mode='w4a4_residual' and leaves activations alone"):
+        qq.convert(LISTED(), weights_only=True, **options)
 
 
 @pytest.mark.parametrize("name", ["coverage", "revert", "quant_state_dict", "full_precision", "observe_activations"])
