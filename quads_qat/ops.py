@@ -1,17 +1,17 @@
-"""The only door to the arithmetic: argument checks, backend choice, and ``torch.library`` registration.
+"""The only door to the arithmetic: argument checks and backend choice. Gradients live in ``autograd.py``.
 
-Every function is a custom op with a fake kernel, so ``torch.compile(fullgraph=True)`` keeps it as one opaque call and
-the bits stay those of the backend. Gradients live in ``autograd.py``.
+Every function calls an operator that ``library`` registers, so that graphs keep it whole.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quads_qat import checks, reference, reference_matmul
+from quads_qat import checks, library, reference_matmul
 from quads_qat.config import (
     ActivationFormat,
     Backend,
@@ -19,7 +19,6 @@ from quads_qat.config import (
     ResidualConfig,
     ResidualScope,
 )
-from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -42,155 +41,6 @@ def _interpreting() -> bool:
     from triton import knobs
 
     return knobs.runtime.interpret
-
-
-# ----------------------------------------------------------------------------------------------------------- custom ops
-
-
-@torch.library.custom_op("quads_qat::amax", mutates_args=())
-def _amax(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:
-    dims = None if dim is None else tuple(dim)
-    if backend == "triton" and _kernel_reduces(tensors[0], dims):
-        from quads_qat.kernels.amax import amax as kernel
-
-        return kernel(tensors, dims)
-    return reference.amax(*tensors, dim=dims).clone()
-
-
-@_amax.register_fake
-def _(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:
-    x = tensors[0]
-    return x.new_empty(()) if dim is None else x.sum(dim, keepdim=dim == [-1])  # its shape; amax refuses empty dims
-
-
-def _kernel_reduces(x: Tensor, dim: tuple[int, ...] | None) -> bool:
-    """Whether the kernel knows this reduction: everything, all but the first dim, or the last dim."""
-    return dim is None or dim == (-1,) or (x.ndim > 1 and tuple(d % x.ndim for d in dim) == tuple(range(1, x.ndim)))
-
-
-@torch.library.custom_op("quads_qat::scale_from_amax", mutates_args=())
-def _scale_from_amax(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
-    p, stored = reference.scale_from_amax(tensor_amax, Recipe(recipe))
-    return p.clone(), stored.clone()
-
-
-@_scale_from_amax.register_fake
-def _(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(tensor_amax, dtype=torch.float32), torch.empty_like(tensor_amax, dtype=torch.float32)
-
-
-@torch.library.custom_op("quads_qat::quantize", mutates_args=())
-def _quantize(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    which = Recipe(recipe)
-    if backend == "triton":
-        from quads_qat.kernels.amax import amax
-        from quads_qat.kernels.quantize import quantize as kernel
-
-        if per_tensor_scale is None and tensor_amax is None:
-            tensor_amax = amax([x], None)
-        p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
-        qdata, block_scale = kernel(x, p, stored, source, recipe=which)
-        return qdata, block_scale, p.clone(), stored.clone()
-    q = reference.quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which)
-    return q.qdata, q.block_scale, q.per_tensor_scale.clone(), q.stored_scale.clone()
-
-
-@_quantize.register_fake
-def _(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *lead, k = x.shape
-    given = per_tensor_scale if per_tensor_scale is not None else tensor_amax
-    scale = x.new_empty(() if given is None else given.shape, dtype=torch.float32)
-    return (
-        x.new_empty((*lead, k // 2), dtype=torch.uint8),
-        x.new_empty((*lead, k // BLOCK_SIZE), dtype=torch.float8_e4m3fn),
-        scale,
-        torch.empty_like(scale),
-    )
-
-
-@torch.library.custom_op("quads_qat::dequantize", mutates_args=())
-def _dequantize(
-    qdata: Tensor,
-    block_scale: Tensor,
-    per_tensor_scale: Tensor,
-    stored_scale: Tensor,
-    recipe: str,
-    dtype: torch.dtype,
-    backend: str = "reference",
-) -> Tensor:
-    if backend == "triton":
-        from quads_qat.kernels.dequantize import dequantize as kernel
-
-        return kernel(qdata, block_scale, per_tensor_scale, stored_scale, recipe=Recipe(recipe), dtype=dtype)
-    return reference.dequantize(NVFP4Tensor(qdata, block_scale, per_tensor_scale, Recipe(recipe), stored_scale), dtype)
-
-
-@_dequantize.register_fake
-def _(
-    qdata: Tensor,
-    block_scale: Tensor,
-    per_tensor_scale: Tensor,
-    stored_scale: Tensor,
-    recipe: str,
-    dtype: torch.dtype,
-    backend: str = "reference",
-) -> Tensor:
-    return qdata.new_empty((*qdata.shape[:-1], 2 * qdata.shape[-1]), dtype=dtype)
-
-
-def _fake_quantize_impl(
-    x: Tensor,
-    per_tensor_scale: Tensor | None,
-    tensor_amax: Tensor | None,
-    recipe: str,
-    dtype: torch.dtype,
-    backend: str = "reference",
-) -> Tensor:
-    which = Recipe(recipe)
-    if backend == "triton":
-        from quads_qat.kernels.amax import amax
-        from quads_qat.kernels.fake_quantize import fake_quantize as kernel
-
-        if per_tensor_scale is None and tensor_amax is None:
-            tensor_amax = amax([x], None)
-        if which is Recipe.ALIGNED and tensor_amax is not None:
-            given = tensor_amax
-            out = kernel(x, given, given, given, from_amax=True, recipe=which, dtype=dtype)
-        else:
-            p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
-            out = kernel(x, p, stored, source, from_amax=False, recipe=which, dtype=dtype)
-        return out
-    return reference.fake_quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which, dtype=dtype)
-
-
-def _fake_quantize_meta(
-    x: Tensor,
-    per_tensor_scale: Tensor | None,
-    tensor_amax: Tensor | None,
-    recipe: str,
-    dtype: torch.dtype,
-    backend: str = "reference",
-) -> Tensor:
-    scale = tensor_amax if per_tensor_scale is None else per_tensor_scale
-    stack = x.ndim == 3 and not x.is_contiguous() and x.mT.is_contiguous() and (scale is None or scale.ndim <= 1)
-    if backend == "triton" and stack:  # the kernel keeps the layout of a transposed stack
-        return x.new_empty(x.mT.shape, dtype=dtype).mT
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-_fake_quantize = torch.library.custom_op("quads_qat::fake_quantize", _fake_quantize_impl, mutates_args=())
-_fake_quantize.register_fake(_fake_quantize_meta)
-
-# A second op with the same arithmetic. With one op for both, the compiled joint graph would merge the backward's call
-# with the forward's and keep the quantized weight alive in between.
-_fake_quantize_backward = torch.library.custom_op(
-    "quads_qat::fake_quantize_backward", _fake_quantize_impl, mutates_args=()
-)
-_fake_quantize_backward.register_fake(_fake_quantize_meta)
 
 
 # --------------------------------------------------------------------------------------------------------------- public
@@ -228,7 +78,7 @@ def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims is not None:
         checks.check_amax_dims(tensors, dims)
-    return _amax(list(tensors), dims, _resolve(Backend.AUTO, tensors[0]))
+    return library.amax([x.detach() for x in tensors], dims, _resolve(Backend.AUTO, tensors[0]))
 
 
 def per_tensor_scale(
@@ -245,7 +95,7 @@ def per_tensor_scale(
 def scale_from_amax(tensor_amax: Tensor, *, recipe: Recipe | str = Recipe.ALIGNED) -> tuple[Tensor, Tensor]:
     """``(per_tensor_scale, stored_scale)``, float32, of a tensor with this amax (in its dtype): same shape."""
     checks.check_amax("scale_from_amax", tensor_amax)
-    return _scale_from_amax(tensor_amax, Recipe(recipe).value)
+    return library.scale_from_amax(tensor_amax.detach(), Recipe(recipe).value)
 
 
 def quantize(
@@ -281,8 +131,8 @@ def quantize(
     if check_finite or (check_finite is None and checks.can_look(x)):
         checks.require_finite("quantize", x)
     resolved = _resolve(backend, x)
-    qdata, block_scale, p, stored = _quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved)
-    return NVFP4Tensor(qdata, block_scale, p, recipe, stored)
+    qdata, block_scale, p, stored = library.quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved)
+    return NVFP4Tensor(qdata, block_scale, p, recipe, stored if recipe in library.STORED_APART else p)
 
 
 def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: Backend | str = Backend.AUTO) -> Tensor:
@@ -296,7 +146,7 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: 
     checks.check_output_dtype("dequantize", dtype)
     resolved = _resolve(backend, q.qdata)
     scales = q.per_tensor_scale, q.stored_scale
-    return _dequantize(q.qdata, q.block_scale, *scales, q.recipe.value, dtype, resolved)
+    return library.dequantize(q.qdata, q.block_scale, *scales, q.recipe.value, dtype, resolved)
 
 
 def fake_quantize(
@@ -323,13 +173,28 @@ def fake_quantize(
     if check_finite or (check_finite is None and checks.can_look(x)):
         checks.require_finite("fake_quantize", x)
     resolved = _resolve(backend, x)
-    return _fake_quantize(x, per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype, resolved)
+    values = library.fake_quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype, resolved)
+    return _NoGradient.apply(x, values) if x.requires_grad and torch.is_grad_enabled() else values  # pyright: ignore[reportReturnType]
+
+
+class _NoGradient(torch.autograd.Function):
+    """A backward pass that gets here fails, where a detached tensor would train nothing in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "fake_quantize has no gradient of its own; use quads_qat.fake_quantize_ste (straight-through) or convert()"
+        )
 
 
 def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """:func:`fake_quantize` for a backward pass: the same bits from an op of its own, checks done by the forward."""
     backend = _resolve(Backend.AUTO, x)
-    return _fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype, backend)
+    return library.fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype, backend)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs

@@ -140,7 +140,7 @@ def test_amax_equals_the_reference(layout: str, dtype: torch.dtype):
 def test_swizzled_scales(shape: tuple[int, ...], recipe: Recipe):
     x = noise(*shape)
     p, stored, source = reference.scales(x, None, reference.amax(x), recipe)
-    qdata, swizzled = quantize_kernel(x, p, stored, source, recipe=recipe, swizzled=True)
+    qdata, swizzled, _ = quantize_kernel(x, p, stored, source, recipe=recipe, swizzled=True)
     expected = reference.quantize(x, recipe=recipe)
     assert_same_bits(qdata, expected.qdata)
     assert_same_bits(swizzled.view(torch.uint8), packing.swizzle_block_scale(expected.block_scale).view(torch.uint8))

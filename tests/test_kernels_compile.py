@@ -18,7 +18,7 @@ from quads_qat.kernels import amax, dequantize, fake_quantize, quantize
 
 ARCHITECTURES = (80, 90, 100, 120)
 _SIZES = """n_blocks tiles per_row columns padded_columns padded_size k n blocks_k tiles_n numel groups rows k_stride
-row_stride words0 words1 words2 parts0 parts1 parts2"""
+scale_stride row_stride words0 words1 words2 parts0 parts1 parts2"""
 SIZES = dict.fromkeys(_SIZES.split(), "i32") | {"group_stride": "i64"}
 
 # kernel -> types of its pointers, and its compile-time arguments
@@ -34,8 +34,8 @@ KERNELS = {
     ),
     "quantize of pairs": (
         quantize._pairs_kernel,
-        "*bf16 *fp32 *u8 *u8",
-        {"STRIDED": True, "SWIZZLED": True, "ONE_GROUP": False, "TILE": 512},
+        "*bf16 *bf16 *fp32 *u8 *u8",
+        {"FROM_AMAX": True, "STRIDED": True, "SWIZZLED": True, "ONE_GROUP": False, "TILE": 512},
     ),
 }
 for recipe in range(6):
@@ -52,8 +52,8 @@ for recipe in range(6):
     )
     KERNELS[f"quantize {recipe}"] = (
         quantize._kernel,
-        "*fp32 *fp32 *fp32 *fp32 *u8 *u8",
-        {"RECIPE": recipe, "SWIZZLED": False, "ONE_GROUP": False, "TILE": 64},
+        "*fp32 *fp32 *fp32 *fp32 *fp32 *u8 *u8",
+        {"RECIPE": recipe, "FROM_AMAX": False, "SWIZZLED": False, "ONE_GROUP": False, "TILE": 64},
     )
     KERNELS[f"dequantize {recipe}"] = (
         dequantize._kernel,

@@ -16,6 +16,7 @@ from quads_qat.kernels import numerics as num
 from quads_qat.kernels.launch import (
     RECIPES,
     blocks_of,
+    first_elements,
     grid_of,
     group_and_tile,
     is_transposed_stack,
@@ -44,11 +45,7 @@ def _pairs_kernel(
     inside = block < n_blocks
     lane = tl.arange(0, 8)[None, :]
     out_offs = (group * n_blocks + block)[:, None] * 8 + lane
-    if STRIDED:
-        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
-        offs = (start // 2)[:, None] + lane
-    else:
-        offs = out_offs
+    offs = (first_elements(block, group, n_blocks, per_row, row_stride, group_stride, STRIDED) // 2)[:, None] + lane
     x = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + offs, mask=inside[:, None], other=0)
     p = num.widen(tl.load(scale_ptr + group))
     if FROM_AMAX:
@@ -84,11 +81,7 @@ def _kernel(
     inside = (block < n_blocks)[:, None]
     lane = tl.arange(0, 16)[None, :]
     out_offs = (group * n_blocks + block)[:, None] * 16 + lane
-    if STRIDED:
-        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
-        offs = start[:, None] + lane
-    else:
-        offs = out_offs
+    offs = first_elements(block, group, n_blocks, per_row, row_stride, group_stride, STRIDED)[:, None] + lane
     x = num.widen(tl.load(x_ptr + offs, mask=inside, other=0.0))
     p = num.widen(tl.load(scale_ptr + group))
     if FROM_AMAX:

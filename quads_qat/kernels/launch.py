@@ -32,7 +32,7 @@ class Blocks:
         x: the tensor to read; its last dim is contiguous (``transposed``: its second to last).
         groups: how many scales; a run belongs to each.
         blocks: blocks in a run.
-        per_row: blocks between jumps of ``row_stride`` elements; equals ``blocks`` where the run is contiguous.
+        per_row: blocks between jumps of ``row_stride`` elements, >= 1; ``blocks`` where the run is contiguous.
         row_stride: elements from row to row.
         group_stride: elements from run to run.
     """
@@ -47,7 +47,7 @@ class Blocks:
     @property
     def strided(self) -> bool:
         """Whether a run, or the step from run to run, leaves gaps."""
-        return self.per_row != self.blocks or self.group_stride != self.blocks * BLOCK_SIZE
+        return self.per_row < self.blocks or self.group_stride != self.blocks * BLOCK_SIZE
 
 
 def blocks_of(x: Tensor, scale: Tensor | None) -> Blocks:
@@ -56,6 +56,7 @@ def blocks_of(x: Tensor, scale: Tensor | None) -> Blocks:
     rows = x.numel() // k if k else 0
     groups = 1 if scale is None or scale.ndim == 0 else scale.numel()
     rows_per_group = rows // groups if groups else 0
+    blocks = rows_per_group * (k // BLOCK_SIZE)
     if x.data_ptr() % 16:  # pairs and vectors want aligned rows; only odd slices of a tensor are not
         x = x.clone(memory_format=torch.contiguous_format)
     if not x.is_contiguous():
@@ -63,10 +64,9 @@ def blocks_of(x: Tensor, scale: Tensor | None) -> Blocks:
         if row_stride is None:
             x = x.contiguous()
         else:
-            per_row = k // BLOCK_SIZE
-            return Blocks(x, groups, rows_per_group * per_row, per_row, row_stride, rows_per_group * row_stride)
-    blocks = rows_per_group * (k // BLOCK_SIZE)
-    return Blocks(x, groups, blocks, blocks, k, blocks * BLOCK_SIZE)
+            per_row = max(1, k // BLOCK_SIZE)
+            return Blocks(x, groups, blocks, per_row, row_stride, rows_per_group * row_stride)
+    return Blocks(x, groups, blocks, max(1, blocks), k, blocks * BLOCK_SIZE)
 
 
 def _row_stride(x: Tensor) -> int | None:
@@ -92,6 +92,16 @@ def scale_pointer(scale: Tensor) -> Tensor:
 
 
 @triton.jit
+def first_elements(block, group, n_blocks, per_row, row_stride, group_stride, STRIDED: tl.constexpr):
+    """Where the blocks ``block`` of a group begin, in elements (int64)."""
+    if STRIDED:
+        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
+    else:
+        start = (group * n_blocks + block) * 16
+    return start
+
+
+@triton.jit
 def group_and_tile(pid, tiles, ONE_GROUP: tl.constexpr):
     """Which scale group a program belongs to (int64), and which tile of it."""
     if ONE_GROUP:  # no division: it costs a tenth of a small program
@@ -104,6 +114,6 @@ def group_and_tile(pid, tiles, ONE_GROUP: tl.constexpr):
 
 
 def grid_of(groups: int, per_group: int, tile: int) -> tuple[int, int]:
-    """(programs, programs per group)."""
-    tiles = triton.cdiv(per_group, tile)
+    """(programs, programs per group): at least one per group, since the first has more to do than its blocks."""
+    tiles = max(1, triton.cdiv(per_group, tile))
     return groups * tiles, tiles

@@ -13,12 +13,13 @@ from quads_qat.kernels.launch import (
     RECIPES,
     Blocks,
     blocks_of,
+    first_elements,
     grid_of,
     group_and_tile,
     is_transposed_stack,
     scale_pointer,
 )
-from quads_qat.kernels.pairs import amax_and_zero, halves, packed_word
+from quads_qat.kernels.pairs import amax_of_words, four_words, packed_word
 
 
 @triton.jit
@@ -42,11 +43,23 @@ def _store_scale(
 
 
 @triton.jit
+def _load_scale(scale_ptr, p_ptr, index, tile, FROM_AMAX: tl.constexpr):
+    """The per-tensor scale number ``index``; made from an amax, it is also stored, by a group's first program."""
+    p = num.widen(tl.load(scale_ptr + index))
+    if FROM_AMAX:
+        p = num.power_of_two_scale(p)
+        tl.store(p_ptr + index, p, mask=tile == 0)
+    return p
+
+
+@triton.jit
 def _pairs_kernel(
     x_ptr,
     per_tensor_scale_ptr,
+    p_ptr,
     qdata_ptr,
     scale_ptr,
+    scale_stride,
     n_blocks,
     tiles,
     per_row,
@@ -55,6 +68,7 @@ def _pairs_kernel(
     columns,
     padded_columns,
     padded_size,
+    FROM_AMAX: tl.constexpr,
     STRIDED: tl.constexpr,
     SWIZZLED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
@@ -64,26 +78,19 @@ def _pairs_kernel(
     block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     index = group * n_blocks + block
-    lane = tl.arange(0, 4)[None, :]
-    if STRIDED:
-        start = group * group_stride + (block // per_row).to(tl.int64) * row_stride + (block % per_row) * 16
-        offs = (start // 2)[:, None] + lane
-    else:
-        offs = index[:, None] * 8 + lane
     # A block's two halves, 16 bytes each, go to one thread: what belongs to a block is computed once, without shuffles.
-    words = x_ptr.to(tl.pointer_type(tl.int32)) + offs
-    low0, high0 = halves(tl.load(words, mask=inside[:, None], other=0))
-    low1, high1 = halves(tl.load(words + 4, mask=inside[:, None], other=0))
-    inverse_p = num.reciprocal_of_power_of_two(tl.load(per_tensor_scale_ptr + group))
-    a0, zero0 = amax_and_zero(low0, high0)
-    a1, zero1 = amax_and_zero(low1, high1)
-    finite = zero0 + zero1 == 0.0
-    s = num.aligned_block_scale(tl.where(finite, tl.maximum(a0, a1), 0.0), inverse_p, False)
-    encode = ((1.0 / s) * inverse_p)[:, None]
-    first = tl.where(finite, packed_word(low0, high0, encode), 0)
-    second = tl.where(finite, packed_word(low1, high1, encode), 0)
+    start = first_elements(block, group, n_blocks, per_row, row_stride, group_stride, STRIDED) // 2
+    words = x_ptr.to(tl.pointer_type(tl.int32)) + start[:, None] + tl.arange(0, 4)[None, :]
+    first = four_words(tl.load(words, mask=inside[:, None], other=0))
+    second = four_words(tl.load(words + 4, mask=inside[:, None], other=0))
+    a, finite = amax_of_words(first, second)
+    p = _load_scale(per_tensor_scale_ptr, p_ptr, group * scale_stride, tile, FROM_AMAX)
+    inverse_p = num.reciprocal_of_power_of_two(p)
+    s = num.aligned_block_scale(a, inverse_p, False)
+    encode = (1.0 / s) * inverse_p
+    codes = tl.join(packed_word(first, encode), packed_word(second, encode))
     out = qdata_ptr.to(tl.pointer_type(tl.int32)) + index[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(out, tl.join(first, second), mask=inside[:, None])
+    tl.store(out, tl.where(finite[:, None], codes, 0), mask=inside[:, None])
     byte = tl.where(finite, num.e4m3_byte(s), 0x7F)
     _store_scale(scale_ptr, byte, group, block, n_blocks, inside, columns, padded_columns, padded_size, SWIZZLED)
 
@@ -94,8 +101,10 @@ def _kernel(
     per_tensor_scale_ptr,
     stored_ptr,
     source_ptr,
+    p_ptr,
     qdata_ptr,
     scale_ptr,
+    scale_stride,
     n_blocks,
     tiles,
     per_row,
@@ -106,6 +115,7 @@ def _kernel(
     padded_size,
     k_stride,
     RECIPE: tl.constexpr,
+    FROM_AMAX: tl.constexpr,
     SWIZZLED: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -117,9 +127,13 @@ def _kernel(
     start = group * group_stride + (block // per_row).to(tl.int64) * row_stride
     start += (block % per_row).to(tl.int64) * 16 * k_stride
     offs = start[:, None] + 2 * half * k_stride
-    p = tl.load(per_tensor_scale_ptr + group)
-    stored = tl.load(stored_ptr + group)
-    source = tl.load(source_ptr + group)
+    p = _load_scale(per_tensor_scale_ptr, p_ptr, group * scale_stride, tile, FROM_AMAX)
+    if FROM_AMAX:
+        stored = p
+        source = p
+    else:
+        stored = tl.load(stored_ptr + group * scale_stride)
+        source = tl.load(source_ptr + group * scale_stride)
     even = num.widen(tl.load(x_ptr + offs, mask=inside[:, None], other=0.0))
     odd = num.widen(tl.load(x_ptr + offs + k_stride, mask=inside[:, None], other=0.0))
     largest = tl.max(tl.maximum(num.bits(tl.abs(even)), num.bits(tl.abs(odd))), 1)
@@ -137,20 +151,29 @@ def _kernel(
 
 
 def quantize(
-    x: Tensor, per_tensor_scale: Tensor, stored: Tensor, source: Tensor, *, recipe: Recipe, swizzled: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Triton twin of ``reference.quantize``: ``(qdata, block_scale)``.
+    x: Tensor,
+    scale: Tensor,
+    stored: Tensor | None = None,
+    source: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    from_amax: bool = False,
+    swizzled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Triton twin of ``reference.quantize``: ``(qdata, block_scale, per_tensor_scale)``.
 
     Args:
         x: [..., K] fp32, bf16 or fp16; a transposed stack ([E, K, N].mT) is read without a copy.
-        per_tensor_scale: float32 [] | [E] | [..., 1].
-        stored: as the recipe stores it, same shape.
-        source: what block scales are made from, same shape.
+        scale: per-tensor scales, float32 [] | [E] | [..., 1]; with ``from_amax`` (ALIGNED only) the amaxes they come
+            from, in any dtype.
+        stored: as the recipe stores the scale, same shape; None: ``scale``.
+        source: what block scales are made from, same shape; None: ``scale``.
         recipe: the arithmetic.
+        from_amax: derive the scale in the kernel, so that amax and quantize are two launches in all.
         swizzled: write scales in the tensor-core order, padded to [.., 128 m, 4 n]; needs a scale [] or [E].
 
     Returns:
-        qdata [..., K/2] uint8 and block_scale float8_e4m3fn, [..., K/16] or flat per matrix.
+        qdata [..., K/2] uint8, block_scale float8_e4m3fn, [..., K/16] or flat per matrix, and the float32 scales.
     """
     k, columns = x.shape[-1], x.shape[-1] // 16
     qdata = torch.empty(*x.shape[:-1], k // 2, dtype=torch.uint8, device=x.device)
@@ -161,52 +184,42 @@ def quantize(
         scales = torch.zeros(*lead, padded_rows * padded_columns, dtype=torch.uint8, device=x.device)
     else:
         scales = torch.empty(*x.shape[:-1], columns, dtype=torch.uint8, device=x.device)
-    if x.numel() == 0:
-        return qdata, scales.view(torch.float8_e4m3fn)
-    transposed = is_transposed_stack(x, per_tensor_scale)
-    split = swizzled or transposed
-    per_tensor_scale, stored, source = (_per_matrix(t, x, split) for t in (per_tensor_scale, stored, source))
+    p = torch.empty(scale.shape, dtype=torch.float32, device=x.device) if from_amax else scale
+    if scale.numel() == 0 or (x.numel() == 0 and not from_amax):
+        return qdata, scales.view(torch.float8_e4m3fn), p
+    transposed = is_transposed_stack(x, scale)
     if transposed:
         runs = Blocks(x, x.shape[0], rows * columns, columns, 1, rows * k)
+    elif swizzled and x.ndim == 3:  # the kernel has to know the matrices of a stack apart
+        runs = blocks_of(x, scale.expand(x.shape[0]))
     else:
-        runs = blocks_of(x, per_tensor_scale)
+        runs = blocks_of(x, scale)
+    pairs = x.dtype == torch.bfloat16 and recipe is Recipe.ALIGNED and not transposed
+    tile = 512 if pairs else 64
+    programs, tiles = grid_of(runs.groups, runs.blocks, tile)
     shared = {
+        "p_ptr": p,
+        "qdata_ptr": qdata,
+        "scale_ptr": scales,
+        "scale_stride": min(scale.numel() - 1, 1),
         "n_blocks": runs.blocks,
+        "tiles": tiles,
         "per_row": runs.per_row,
         "row_stride": runs.row_stride,
         "group_stride": runs.group_stride,
         "columns": columns,
         "padded_columns": padded_columns,
         "padded_size": padded_rows * padded_columns,
+        "FROM_AMAX": from_amax,
         "SWIZZLED": swizzled,
         "ONE_GROUP": runs.groups == 1,
+        "TILE": tile,
     }
-    p = scale_pointer(per_tensor_scale)
-    if x.dtype == torch.bfloat16 and recipe is Recipe.ALIGNED and not transposed:
-        programs, tiles = grid_of(runs.groups, runs.blocks, 512)
-        _pairs_kernel[(programs,)](
-            runs.x, p, qdata, scales, tiles=tiles, **shared, STRIDED=runs.strided, TILE=512, num_warps=4
-        )
+    given = scale_pointer(scale)
+    if pairs:
+        _pairs_kernel[(programs,)](runs.x, given, **shared, STRIDED=runs.strided, num_warps=4)
     else:
-        programs, tiles = grid_of(runs.groups, runs.blocks, 64)
+        stored, source = (given if t is None else scale_pointer(t) for t in (stored, source))
         k_stride = rows if transposed else 1
-        recipe_number = RECIPES[recipe]
-        _kernel[(programs,)](
-            runs.x,
-            p,
-            scale_pointer(stored),
-            scale_pointer(source),
-            qdata,
-            scales,
-            tiles=tiles,
-            **shared,
-            k_stride=k_stride,
-            RECIPE=recipe_number,
-            TILE=64,
-        )
-    return qdata, scales.view(torch.float8_e4m3fn)
-
-
-def _per_matrix(scale: Tensor, x: Tensor, split: bool) -> Tensor:
-    """One scale becomes one per matrix of a stack where the kernel has to know the matrices apart."""
-    return scale.expand(x.shape[0]) if split and scale.ndim == 0 and x.ndim == 3 else scale
+        _kernel[(programs,)](runs.x, given, stored, source, **shared, k_stride=k_stride, RECIPE=RECIPES[recipe])
+    return qdata, scales.view(torch.float8_e4m3fn), p
