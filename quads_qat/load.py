@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, dialects, names, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
+from quads_qat.contract import KEY, Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.convert import install, install_packed
 from quads_qat.experts import layout_of
@@ -32,7 +35,7 @@ class Checkpoint:
         dialect: how they are named.
         weights_only: a W4A16 checkpoint.
         recipe: how codes decode; from the ``quads_qat`` entry of config.json, else the dialect's usual writer.
-        foreign: others wrote it; its recipe is known up to what decodes alike.
+        contract: the ``quads_qat`` entry of config.json; None if others wrote it.
         renamed: weight of the model -> its name here, where the writer had names of its own.
     """
 
@@ -40,7 +43,7 @@ class Checkpoint:
     dialect: Dialect
     weights_only: bool
     recipe: Recipe
-    foreign: bool = False
+    contract: Contract | None = None
     renamed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -48,19 +51,24 @@ class Checkpoint:
         """Open a directory.
 
         Raises:
-            ValueError: no NVFP4 checkpoint, or shards are missing or damaged.
+            ValueError: no NVFP4 checkpoint, a contract that cannot be read or contradicts the rest of config.json, or
+                shards are missing or damaged.
         """
         reader = checkpoint_io.Reader(path)
-        dialect, weights_only = dialects.parse_config(reader.config, str(path))
-        ours = reader.config.get("quads_qat")
-        if not isinstance(ours, dict):
-            return cls(reader, dialect, weights_only, dialects.FOREIGN_RECIPES[dialect][0], foreign=True)
-        recipe = Recipe(ours.get("recipe"))
-        if not dialects.carries(dialect, recipe):
+        dialect, weights_only = dialects.parse_config(_with_legacy_config(reader), str(path))
+        if KEY not in reader.config:
+            return cls(reader, dialect, weights_only, dialects.FOREIGN_RECIPES[dialect][0])
+        contract = Contract.from_json(reader.config[KEY], str(path))
+        if not dialects.carries(dialect, contract.recipe):
             raise ValueError(
-                f"{path}: recipe '{recipe}' does not go with the {dialect} dialect; config.json was changed"
+                f"{path}: recipe '{contract.recipe}' does not go with the {dialect} dialect; config.json was changed"
             )
-        return cls(reader, dialect, weights_only, recipe)
+        return cls(reader, dialect, weights_only, contract.recipe, contract)
+
+    @property
+    def foreign(self) -> bool:
+        """Others wrote it: its recipe is known up to what decodes alike."""
+        return self.contract is None
 
     def quantized(self) -> list[str]:
         """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, by the tensor names alone."""
@@ -82,7 +90,13 @@ class Checkpoint:
         tensors = {n: self.reader.get(n) for n in self.tensor_names(name).weight if n in self.reader}
         stack = not name.endswith(".weight") if transposed is None else transposed
         here = self.renamed.get(name, name)
-        return dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
+        q = dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
+        if self.recipe is Recipe.ALIGNED and math.frexp(q.per_tensor_scale.item())[0] != 0.5:
+            raise ValueError(
+                f"{self.tensor_names(name).scale} must be a power of two, as the recipe 'aligned' in config.json makes "
+                f"it, got {tensors[self.tensor_names(name).scale].item()}; the tensor or config.json was changed"
+            )
+        return q
 
     def tensor_names(self, name: str) -> dialects.TensorNames:
         """What the tensors of a quantized weight are called here."""
@@ -125,7 +139,11 @@ class Checkpoint:
                 raise ValueError(
                     f"{self.reader.path}: {module} is quantized only in part ({sum(found)} of {len(found)} tensors)"
                 )
-        conversion = select(model, recipe=self.recipe, only=[m for m, found in present.items() if all(found)])
+        rules = () if self.contract is None else self.contract.rules
+        quantized = [m for m, found in present.items() if all(found)]
+        conversion = select(model, recipe=self.recipe, only=quantized, groups=rules)
+        if self.contract is not None:
+            conversion.scope = self.contract.scope
         return conversion, disk_plan(model, conversion, self.dialect)
 
     def _require_placed(self, model: nn.Module, unplaced: set[str]) -> None:
@@ -135,6 +153,14 @@ class Checkpoint:
             raise ValueError(
                 f"{self.reader.path}: {lost[0]} is quantized, but {type(model).__name__} has no such weight"
             )
+
+
+def _with_legacy_config(reader: checkpoint_io.Reader) -> dict[str, Any]:
+    """config.json; where it says nothing of quantization, early Model-Optimizer exports do in hf_quant_config.json."""
+    legacy = reader.path / "hf_quant_config.json"
+    if reader.config.get("quantization_config") is not None or not legacy.exists():
+        return reader.config
+    return reader.config | {"quantization_config": {"quant_method": "modelopt", **checkpoint_io.read_json(legacy)}}
 
 
 def _of_mixtral(name: str) -> str:
@@ -161,31 +187,33 @@ def load_rollout(
     *,
     residual: ResidualConfig | None = None,
     activation_scale: ActivationScale | str | None = None,
-    activation_recipe: Recipe | str = Recipe.ALIGNED,
+    activation_recipe: Recipe | str | None = None,
     dtype: torch.dtype | None = None,
+    contract: Contract | None = None,
 ) -> nn.Module:
     """A rollout model from an NVFP4 checkpoint: packed weights as they are on disk, never requantized.
 
     Args:
         path: directory of either dialect.
-        residual: what is compensated. None: nothing quantizes the activations of a W4A16 checkpoint (weight-only), and
-            half of the channels per token are compensated for a W4A4 one; ``fraction=0`` is naive W4A4.
-        activation_scale: ``per_token`` (default), ``per_tensor`` or ``static`` (the checkpoint's input scales).
-        activation_recipe: arithmetic of the activations. ALIGNED rounds an imported scale up to a power of two.
+        residual: what is compensated. None: what config.json records; where it records nothing, nothing quantizes the
+            activations of a W4A16 checkpoint (weight-only), and half of the channels per token are compensated for a
+            W4A4 one. ``fraction=0`` is naive W4A4.
+        activation_scale: ``per_token``, ``per_tensor`` or ``static`` (the checkpoint's input scales). None: what
+            config.json records, else ``per_token``.
+        activation_recipe: arithmetic of the activations. ALIGNED rounds an imported scale up to a power of two. None:
+            what config.json records, else ALIGNED.
         dtype: of what is not quantized; None: the config's.
+        contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe and
+            scale groups, and, where it names a rollout policy, that one (an explicit argument above stands for it).
 
     Returns:
         The model of config.json's architecture, in eval mode, on the CPU.
 
     Raises:
-        ValueError: a missing or damaged file, tensor or scale, an unknown architecture.
+        ValueError: a missing or damaged file, tensor or scale, an unknown architecture, another contract.
     """
     checkpoint = Checkpoint.open(path)
-    activation = None
-    if residual is not None or not checkpoint.weights_only or activation_scale is not None:
-        scale = ActivationScale(activation_scale or ActivationScale.PER_TOKEN)
-        activation = ActivationFormat(scale=scale, recipe=Recipe(activation_recipe))
-        residual = residual or ResidualConfig()
+    activation, residual = rollout_policy(checkpoint, residual, activation_scale, activation_recipe, contract)
     model = skeleton(path, checkpoint.reader.names(), dtype)
     conversion, plan = checkpoint.plan(model)
     static = activation is not None and activation.scale is ActivationScale.STATIC
@@ -200,14 +228,59 @@ def load_rollout(
     return _finish(model, path)
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
+def rollout_policy(
+    checkpoint: Checkpoint,
+    residual: ResidualConfig | None,
+    activation_scale: ActivationScale | str | None,
+    activation_recipe: Recipe | str | None,
+    contract: Contract | None = None,
+) -> tuple[ActivationFormat | None, ResidualConfig | None]:
+    """What a rollout of ``checkpoint`` does with activations; arguments as for :func:`load_rollout`.
+
+    Raises:
+        ValueError: the checkpoint was made under another contract than the one given.
+    """
+    recipe = None if activation_recipe is None else Recipe(activation_recipe)
+    scale = None if activation_scale is None else ActivationScale(activation_scale)
+    chosen = None if checkpoint.contract is None else checkpoint.contract.rollout
+    if chosen is None and (residual is not None or scale is not None or not checkpoint.weights_only):
+        chosen = RolloutPolicy()
+    if contract is not None:
+        require_contract(checkpoint, contract)
+        explicit = residual is not None or scale is not None or recipe is not None
+        if not explicit and contract.rollout is not None and chosen != contract.rollout:
+            raise ValueError(
+                f"{checkpoint.reader.path}: another contract: rollouts of this checkpoint do {chosen}, expected "
+                f"{contract.rollout}; pass residual= and activation_scale= to override what is recorded"
+            )
+    if chosen is not None:
+        activation = ActivationFormat(scale=scale or chosen.activation.scale, recipe=recipe or chosen.activation.recipe)
+        chosen = RolloutPolicy(activation=activation, residual=residual or chosen.residual)
+    return (None, None) if chosen is None else (chosen.activation, chosen.residual)
+
+
+def require_contract(checkpoint: Checkpoint, contract: Contract) -> None:
+    """Raise ValueError if the weights were made with another recipe or other scale groups; activations never count."""
+    if checkpoint.contract is not None:
+        contract.require_same(checkpoint.contract, str(checkpoint.reader.path))
+    elif contract.recipe not in dialects.FOREIGN_RECIPES[checkpoint.dialect]:
+        made = " or ".join(f"'{recipe}'" for recipe in dialects.FOREIGN_RECIPES[checkpoint.dialect])
+        raise ValueError(
+            f"{checkpoint.reader.path}: another contract: recipe: '{contract.recipe}' against {made} (others wrote it)"
+        )
+
+
+def load_model(path: str | Path, dtype: torch.dtype | None = None, *, contract: Contract | None = None) -> nn.Module:
     """A plain model with the dequantized weights of an NVFP4 checkpoint of either dialect, for any transformers code.
 
     ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly. In eval mode; parameters take
     gradients, so the model can be converted and trained on. Weights that had rounded to -0.0 are +0.0 after another
-    conversion, as the recipes have it: the same values, another sign of zero.
+    conversion, as the recipes have it: the same values, another sign of zero. ``contract`` as for
+    :func:`load_rollout`.
     """
     checkpoint = Checkpoint.open(path)
+    if contract is not None:
+        require_contract(checkpoint, contract)
     model = skeleton(path, checkpoint.reader.names(), dtype)
     _, plan = checkpoint.plan(model)
     for parameter, disks in _by_parameter(plan).items():

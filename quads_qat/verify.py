@@ -14,6 +14,7 @@ from quads_qat import checkpoint_io, dialects, ops
 from quads_qat.autograd import fake_quantize_weight, group_amax
 from quads_qat.checkpoint_plan import DiskWeight, cut, disk_plan
 from quads_qat.config import Mode, Recipe
+from quads_qat.contract import Contract
 from quads_qat.conversion import conversion_of
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
@@ -103,6 +104,8 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
     checkpoint = Checkpoint.open(path)
     _require_recipe(checkpoint, conversion.recipe)
+    if checkpoint.contract is not None:
+        Contract.of_conversion(conversion).require_same(checkpoint.contract, f"verify: {checkpoint.reader.path}")
     checkpoint.recipe = conversion.recipe
     plan = disk_plan(root, conversion, checkpoint.dialect)
     expected = {disk.name for disk in plan.weights}

@@ -1,6 +1,5 @@
 """Contract under test: ``verify`` and ``diff`` see every bit, and name the tensor that it is in."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
 from quads_qat import Dialect, Recipe
+from quads_qat.scale_groups import FUSED_LINEARS
 from quads_qat.verify import VerificationError, inspect_checkpoint
 
 SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
@@ -283,8 +283,12 @@ def test_inspection_finds_what_engines_would_mangle(checkpoint: Any, tmp_path: P
 
 
 def test_the_recipe_travels_in_the_config(checkpoint: Any) -> None:
-    assert json.loads(json.dumps(config(checkpoint("compressed-tensors"))["quads_qat"])) == {
+    assert config(checkpoint("compressed-tensors"))["quads_qat"] == {
+        "version": 1,
         "recipe": "aligned",
         "scope": "all",
         "trainer": "w4a16",
+        "scale_groups": {"fused": [list(names) for names in FUSED_LINEARS], "rules": []},
+        "activations": "observed",
+        "rollout": None,
     }

@@ -1,0 +1,233 @@
+"""The contract in the file: the ``quads_qat`` entry of config.json.
+
+Tensors alone do not say how they were trained: which arithmetic made the codes, which weights shared a scale, and what
+a rollout has to do with its activations. Settings that live only in a launch script drift apart; so every export writes
+them beside the weights, and everything that reads a checkpoint reads them first.
+
+    "quads_qat": {
+      "version": 1,
+      "recipe": "aligned",
+      "scope": "all",
+      "trainer": "w4a16",
+      "scale_groups": {"fused": [["q_proj", "k_proj", "v_proj"], ...], "rules": []},
+      "activations": "observed",
+      "rollout": {"activation_scale": "per_token", "activation_recipe": "aligned",
+                  "residual": {"fraction": 0.5, "scope": "token", "norm": "l2", "granularity": 1}}
+    }
+
+``rollout`` is null unless the export was told what rollouts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from quads_qat.checkpoint_io import read_json
+from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.scale_groups import FUSED_LINEARS
+
+KEY = "quads_qat"
+VERSION = 1
+"""Of the entry. Whoever meets a higher one must not guess what it means."""
+
+_ACTIVATIONS = ("none", "observed", "given")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPolicy:
+    """What a rollout does with activations: how they are quantized, and what is compensated (``fraction=0``: naive)."""
+
+    activation: ActivationFormat = field(default_factory=ActivationFormat)
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What trainer, checkpoint and rollout must agree on.
+
+    Attributes:
+        recipe: arithmetic of the weights.
+        scope, trainer: what was asked of ``convert``; for the record.
+        fused: leaf names that share a per-tensor scale when they have the same parent.
+        rules: the ``groups`` given to ``convert``: regular expressions.
+        activations: where the activation scales in the file are from: ``none`` (there are none), ``observed`` or
+            ``given``.
+        rollout: what rollouts do with activations; None leaves it to them.
+    """
+
+    recipe: Recipe
+    scope: Scope = Scope.ALL
+    trainer: Mode = Mode.W4A16
+    fused: tuple[tuple[str, ...], ...] = FUSED_LINEARS
+    rules: tuple[str, ...] = ()
+    activations: str = "none"
+    rollout: RolloutPolicy | None = None
+
+    @classmethod
+    def of_conversion(
+        cls, conversion: Conversion, *, activations: str = "none", rollout: RolloutPolicy | None = None
+    ) -> Contract:
+        """What a converted model stands for. A rollout model brings its own policy."""
+        if rollout is None and conversion.mode is Mode.W4A4_RESIDUAL and conversion.activation is not None:
+            rollout = RolloutPolicy(
+                activation=conversion.activation, residual=conversion.residual or ResidualConfig(fraction=0)
+            )
+        return cls(
+            recipe=conversion.recipe,
+            scope=conversion.scope,
+            trainer=conversion.mode,
+            rules=conversion.rules,
+            activations=activations,
+            rollout=rollout,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of config.json."""
+        rollout = None
+        if self.rollout is not None:
+            residual = {k: getattr(v, "value", v) for k, v in asdict(self.rollout.residual).items()}
+            rollout = {
+                "activation_scale": self.rollout.activation.scale.value,
+                "activation_recipe": self.rollout.activation.recipe.value,
+                "residual": residual,
+            }
+        return {
+            "version": VERSION,
+            "recipe": self.recipe.value,
+            "scope": self.scope.value,
+            "trainer": self.trainer.value,
+            "scale_groups": {"fused": [list(names) for names in self.fused], "rules": list(self.rules)},
+            "activations": self.activations,
+            "rollout": rollout,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Any, where: str) -> Contract:
+        """Undo :meth:`to_json`.
+
+        Raises:
+            ValueError: a later version, an unknown or missing key, a value that means nothing; ``where`` is named.
+        """
+        where = f"{where}: config.json: {KEY}"
+        version = _mapping(entry, where).get("version", VERSION)
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(f"{where}.version must be a whole number from 1, got {version!r}")
+        if version > VERSION:
+            raise ValueError(
+                f"{where} has version {version}, this quads_qat reads up to {VERSION}; install a newer quads_qat"
+            )
+        known = {"version", "recipe", "scope", "trainer", "scale_groups", "activations", "rollout"}
+        _refuse_unknown(entry, known, where)
+        if "recipe" not in entry:
+            raise ValueError(f"{where} names no recipe; config.json was changed")
+        groups = _mapping(entry.get("scale_groups", {}), f"{where}.scale_groups")
+        _refuse_unknown(groups, {"fused", "rules"}, f"{where}.scale_groups")
+        fused = groups.get("fused", [list(names) for names in FUSED_LINEARS])
+        if not isinstance(fused, list):
+            raise ValueError(f"{where}.scale_groups.fused must be a list of lists of names, got {fused!r}")
+        activations = entry.get("activations", "none")
+        if activations not in _ACTIVATIONS:
+            raise ValueError(f"{where}.activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
+        return cls(
+            recipe=_choice(Recipe, entry["recipe"], f"{where}.recipe"),
+            scope=_choice(Scope, entry.get("scope", Scope.ALL), f"{where}.scope"),
+            trainer=_choice(Mode, entry.get("trainer", Mode.W4A16), f"{where}.trainer"),
+            fused=tuple(_names(names, f"{where}.scale_groups.fused") for names in fused),
+            rules=_names(groups.get("rules", []), f"{where}.scale_groups.rules"),
+            activations=activations,
+            rollout=_rollout(entry.get("rollout"), f"{where}.rollout"),
+        )
+
+    def differences(self, other: Contract) -> list[str]:
+        """What of the weights differs: recipe and scale groups.
+
+        Activations never count: a W4A16 trainer with a W4A4 rollout is the normal case.
+        """
+        pairs = {
+            "recipe": (self.recipe, other.recipe),
+            "scale groups": (self.fused, other.fused),
+            "rules of scale groups": (self.rules, other.rules),
+        }
+        return [
+            f"{what}: {_readable(mine)} against {_readable(theirs)}"
+            for what, (mine, theirs) in pairs.items()
+            if mine != theirs
+        ]
+
+    def require_same(self, other: Contract, who: str) -> None:
+        """Raise ValueError if weights made under ``other`` do not fit; says what differs."""
+        if found := self.differences(other):
+            raise ValueError(
+                f"{who}: another contract: {'; '.join(found)}; export or convert again with the same settings"
+            )
+
+
+def _readable(value: Recipe | tuple[Any, ...]) -> str:
+    if isinstance(value, Recipe):
+        return value.value
+    return str([name if isinstance(name, str) else "/".join(name) for name in value])
+
+
+def _rollout(entry: Any, where: str) -> RolloutPolicy | None:
+    if entry is None:
+        return None
+    _refuse_unknown(_mapping(entry, where), {"activation_scale", "activation_recipe", "residual"}, where)
+    residual = _mapping(entry.get("residual", {}), f"{where}.residual")
+    _refuse_unknown(residual, {f.name for f in fields(ResidualConfig)}, f"{where}.residual")
+    try:
+        compensated = ResidualConfig(**residual)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}.residual: {error}") from None
+    scale = _choice(ActivationScale, entry.get("activation_scale", "per_token"), f"{where}.activation_scale")
+    recipe = _choice(Recipe, entry.get("activation_recipe", "aligned"), f"{where}.activation_recipe")
+    return RolloutPolicy(activation=ActivationFormat(scale=scale, recipe=recipe), residual=compensated)
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a JSON object, got {value!r}")
+    return value
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
+    if unknown := sorted(set(entry) - known):
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{where} must hold lists of strings, got {value!r}")
+    return tuple(value)
+
+
+def _choice(kind: type[T], value: Any, where: str) -> T:
+    try:
+        return kind(value)  # pyright: ignore[reportCallIssue]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def contract_of(source: nn.Module | str | Path) -> Contract:
+    """The contract of a converted model (trainer or rollout), or of a checkpoint directory that quads_qat wrote.
+
+    Raises:
+        ValueError: the model is not converted; config.json holds no contract, or one that cannot be read.
+
+    Example::
+
+        contract = contract_of(trainer)  # in the trainer process; Contract.to_json() goes through any message
+        rollout = load_rollout("out", contract=contract)  # refuses weights of another recipe or other scale groups
+    """
+    if isinstance(source, nn.Module):
+        return Contract.of_conversion(conversion_of(source, "contract_of")[1])
+    config = read_json(Path(source) / "config.json")
+    if KEY not in config:
+        raise ValueError(f"contract_of: {source}: config.json has no {KEY} entry; quads_qat did not write it")
+    return Contract.from_json(config[KEY], str(source))

@@ -1,0 +1,222 @@
+"""Contract under test: what trainer, file and rollout agree on is in the file; a reader refuses what does not fit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import CHECKPOINTS, config, rewritten, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import quads_qat as qq
+from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.contract import VERSION, Contract, RolloutPolicy, contract_of
+from quads_qat.residual import ResidualCompensatedLinear
+from quads_qat.verify import inspect_checkpoint
+
+SOURCE = CHECKPOINTS / "bf16" / "qwen3"
+IDS = torch.arange(6).view(1, 6)
+RULE = r"layers\.(\d+)\.(?:self_attn\.o_proj|mlp\.down_proj)$"
+
+words = st.text("abz_.\\d()", max_size=8)
+residuals = st.builds(
+    ResidualConfig,
+    fraction=st.floats(0, 1),
+    scope=st.sampled_from(["batch", "token", "static"]),
+    norm=st.sampled_from(["l1", "l2", "max"]),
+    granularity=st.sampled_from([1, 16]),
+)
+policies = st.builds(
+    RolloutPolicy,
+    activation=st.builds(ActivationFormat, scale=st.sampled_from(ActivationScale), recipe=st.sampled_from(Recipe)),
+    residual=residuals,
+)
+contracts = st.builds(
+    Contract,
+    recipe=st.sampled_from(Recipe),
+    scope=st.sampled_from(Scope),
+    trainer=st.sampled_from(Mode),
+    fused=st.lists(st.lists(words).map(tuple), max_size=3).map(tuple),
+    rules=st.lists(words, max_size=3).map(tuple),
+    activations=st.sampled_from(["none", "observed", "given"]),
+    rollout=st.none() | policies,
+)
+
+
+@cache
+def trainer(recipe: str = "aligned", rules: tuple[str, ...] = ()) -> nn.Module:
+    """Observed; only read."""
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16", recipe=recipe, groups=rules)
+    with torch.no_grad(), qq.observe_activations(model):
+        model(IDS)
+    return model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("contract") / "out"
+    residual = ResidualConfig(fraction=0.25, scope="block")  # pyright: ignore[reportArgumentType]
+    qq.export_checkpoint(
+        trainer(), path, dialect="modelopt", activations="observed", residual=residual, activation_scale="static"
+    )
+    return path
+
+
+def with_entry(path: Path, target: Path, change: Callable[[Any], Any]) -> Path:
+    """A copy whose ``quads_qat`` entry is ``change`` of what it was."""
+    shutil.copytree(path, target)
+    changed = config(path)
+    changed["quads_qat"] = change(changed["quads_qat"])
+    (target / "config.json").write_text(json.dumps(changed), "utf-8")
+    return target
+
+
+@given(contracts)
+def test_json_and_back(contract: Contract) -> None:
+    assert Contract.from_json(json.loads(json.dumps(contract.to_json())), "here") == contract
+
+
+@given(contracts, contracts)
+def test_only_weights_count(one: Contract, other: Contract) -> None:
+    same = (one.recipe, one.fused, one.rules) == (other.recipe, other.fused, other.rules)
+    assert (one.differences(other) == []) == same
+
+
+def test_every_way_to_write_a_checkpoint_writes_it(exported: Path, tmp_path: Path) -> None:
+    contract = contract_of(exported)
+    assert (contract.recipe, contract.trainer, contract.activations) == (Recipe.ALIGNED, Mode.W4A16, "observed")
+    assert contract.rollout is not None
+    assert contract.rollout.residual == ResidualConfig(fraction=0.25, scope="block")  # pyright: ignore[reportArgumentType]
+    assert contract.rollout.activation.scale is ActivationScale.STATIC
+    qq.quantize_checkpoint(SOURCE, tmp_path / "ptq", recipe="modelopt-ieee", scope="mlp")
+    ptq = contract_of(tmp_path / "ptq")
+    assert (ptq.recipe, ptq.scope, ptq.activations, ptq.rollout) == (Recipe.MODELOPT_IEEE, Scope.MLP, "none", None)
+    names = [n for n, _, _ in qq.export_metadata(trainer(), "modelopt", activations="observed") if "input_scale" in n]
+    given_scales = dict.fromkeys(names, 0.5)
+    qq.export_checkpoint(trainer(), tmp_path / "given", dialect="modelopt", activations=given_scales)
+    assert contract_of(tmp_path / "given").activations == "given"
+    with pytest.raises(ValueError, match="no quads_qat entry; quads_qat did not write it"):
+        contract_of(SOURCE)
+    with pytest.raises(ValueError, match="activation_scale='static' needs activation scales in the file; pass"):
+        qq.export_checkpoint(trainer(), tmp_path / "x", dialect="modelopt", activation_scale="static")
+
+
+def settings(path: Path, **options: Any) -> tuple[Any, Any]:
+    module = qq.load_rollout(path, **options).get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(module, ResidualCompensatedLinear)
+    return module.activation, module.residual
+
+
+def test_rollouts_do_what_is_recorded_or_what_they_are_told(exported: Path) -> None:
+    activation, residual = settings(exported)
+    assert (activation.scale, activation.recipe) == (ActivationScale.STATIC, Recipe.ALIGNED)
+    assert residual == ResidualConfig(fraction=0.25, scope="block")  # pyright: ignore[reportArgumentType]
+    activation, residual = settings(exported, residual=ResidualConfig(fraction=1))
+    assert (activation.scale, residual) == (ActivationScale.STATIC, ResidualConfig(fraction=1))
+    activation, residual = settings(exported, activation_scale="per_tensor", activation_recipe="modelopt-ieee")
+    assert (activation.scale, activation.recipe) == (ActivationScale.PER_TENSOR, Recipe.MODELOPT_IEEE)
+    assert residual.fraction == 0.25
+    again = contract_of(qq.load_rollout(exported))
+    assert again.rollout == contract_of(exported).rollout
+
+
+def test_another_contract_is_refused(exported: Path, tmp_path: Path) -> None:
+    expected = contract_of(trainer())
+    qq.load_rollout(exported, contract=expected)
+    qq.load_model(exported, contract=contract_of(trainer()))
+    for load in (qq.load_rollout, qq.load_model):
+        with pytest.raises(ValueError, match="another contract: recipe: modelopt-ieee against aligned; export or"):
+            load(exported, contract=contract_of(trainer("modelopt-ieee")))
+        with pytest.raises(ValueError, match=r"another contract: rules of scale groups: \['layers.* against \[\]"):
+            load(exported, contract=contract_of(trainer("aligned", (RULE,))))
+        with pytest.raises(ValueError, match="another contract: recipe: 'aligned' against 'llm-compressor'"):
+            load(CHECKPOINTS / "compressed_tensors" / "qwen3-nvfp4a16", contract=expected)
+    other = with_entry(exported, tmp_path / "other", lambda e: e | {"rollout": None})
+    qq.load_rollout(other, contract=expected)  # a W4A16 trainer expects nothing of activations
+    with pytest.raises(
+        ValueError, match=r"another contract: rollouts of this checkpoint do .*0\.5.*, expected .*0\.25"
+    ):
+        qq.load_rollout(other, contract=contract_of(exported))
+    qq.load_rollout(other, contract=contract_of(exported), residual=ResidualConfig(fraction=1))
+
+
+def test_scale_groups_of_a_rule(tmp_path: Path) -> None:
+    """A rule travels with the file; a trainer without it is another trainer."""
+    model = trainer("aligned", (RULE,))
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", activations="observed")
+    assert contract_of(tmp_path / "out").rules == (RULE,)
+    assert qq.verify(model, tmp_path / "out").ok
+    with pytest.raises(ValueError, match=r"another contract: rules of scale groups: \[\] against \['layers"):
+        qq.verify(trainer(), tmp_path / "out")
+    rollout = qq.load_rollout(tmp_path / "out")
+    assert contract_of(rollout).rules == (RULE,)
+    assert "rule 0 (1)" in qq.coverage(rollout).groups
+
+
+MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no object": (lambda e: "aligned", "quads_qat must be a JSON object, got 'aligned'"),
+    "null": (lambda e: None, "quads_qat must be a JSON object, got None"),
+    "newer": (
+        lambda e: e | {"version": VERSION + 1},
+        rf"has version {VERSION + 1}, .* up to {VERSION}; install a newer",
+    ),
+    "version of words": (lambda e: e | {"version": "1"}, "version must be a whole number from 1, got '1'"),
+    "unknown key": (lambda e: e | {"residuals": {}}, "quads_qat: unknown key 'residuals'; known are activations, re"),
+    "no recipe": (lambda e: {k: v for k, v in e.items() if k != "recipe"}, "names no recipe"),
+    "recipe of a number": (lambda e: e | {"recipe": 4}, "quads_qat.recipe: Recipe: unknown value 4"),
+    "scope": (lambda e: e | {"scope": "half"}, "quads_qat.scope: Scope: unknown value 'half'"),
+    "groups": (lambda e: e | {"scale_groups": []}, "scale_groups must be a JSON object"),
+    "fused": (lambda e: e | {"scale_groups": {"fused": [1]}}, "scale_groups.fused must hold lists of strings"),
+    "fused of a number": (lambda e: e | {"scale_groups": {"fused": 1}}, "must be a list of lists of names, got 1"),
+    "rules": (lambda e: e | {"scale_groups": {"rules": "x"}}, "scale_groups.rules must hold lists of strings, got 'x'"),
+    "activations": (lambda e: e | {"activations": "many"}, "activations must be one of none, observed, given"),
+    "rollout": (lambda e: e | {"rollout": 3}, "rollout must be a JSON object, got 3"),
+    "fraction": (
+        lambda e: e | {"rollout": {"residual": {"fraction": 2}}},
+        "residual: ResidualConfig: fraction must be",
+    ),
+    "residual": (lambda e: e | {"rollout": {"residual": {"part": 1}}}, "rollout.residual: unknown key 'part'"),
+    "activation scale": (lambda e: e | {"rollout": {"activation_scale": "x"}}, "ActivationScale: unknown value 'x'"),
+}
+
+
+@pytest.mark.parametrize("how", MALFORMED)
+def test_malformed_entries(how: str, exported: Path, tmp_path: Path) -> None:
+    change, match = MALFORMED[how]
+    damaged = with_entry(exported, tmp_path / "damaged", change)
+    for read in (qq.load_rollout, qq.load_model, inspect_checkpoint, contract_of, lambda p: qq.verify(trainer(), p)):
+        with pytest.raises(ValueError, match=match) as error:
+            read(damaged)
+        assert "\n" not in str(error.value)
+
+
+def test_an_entry_without_a_version_is_the_first(exported: Path, tmp_path: Path) -> None:
+    path = with_entry(exported, tmp_path / "first", lambda e: {"recipe": "aligned"})
+    assert contract_of(path) == Contract(recipe=Recipe.ALIGNED)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_scales_that_the_recipe_cannot_have_made(dialect: str, tmp_path: Path) -> None:
+    """The claim is checked against the tensors: ALIGNED has powers of two, and what decodes exactly depends on it."""
+    qq.export_checkpoint(trainer(), tmp_path / "out", dialect=dialect)
+    ending = "weight_scale_2" if dialect == "modelopt" else "weight_global_scale"
+    name = f"model.layers.1.mlp.down_proj.{ending}"
+    scale = tensors(tmp_path / "out")[name]
+    path = rewritten(tmp_path / "out", tmp_path / "swapped", {name: scale * 1.5})
+    for load in (qq.load_rollout, qq.load_model):
+        with pytest.raises(ValueError, match=f"{name} must be a power of two, as the recipe 'aligned'"):
+            load(path)
+    assert name in inspect_checkpoint(path)["problems"][0]
+    foreign = CHECKPOINTS / "modelopt" / "qwen3-w4a16_nvfp4"
+    shutil.copytree(foreign, tmp_path / "claims")
+    claims = config(foreign) | {"quads_qat": {"recipe": "aligned"}}
+    (tmp_path / "claims" / "config.json").write_text(json.dumps(claims), "utf-8")
+    with pytest.raises(ValueError, match="must be a power of two"):
+        qq.load_model(tmp_path / "claims")
