@@ -105,7 +105,8 @@ def residual_mask(r: Tensor, residual: ResidualConfig, static_mask: Tensor | Non
     """Which channels of the residual r [M, K] (fp32) are compensated: bool [K] or [M, K]; None for none of them.
 
     n = floor(fraction * size + 1/2) units of each scope unit, the largest scores, equal scores: the lower channel
-    first. A whole block's score is the fixed binary tree over its 16 channels' scores.
+    first. A single channel of a row ranks by its magnitude under every norm; its square might over- or underflow. A
+    whole block's score is the fixed binary tree over its 16 channels' scores.
     """
     if residual.scope is ResidualScope.STATIC:
         return static_mask if residual.fraction > 0 else None
@@ -118,7 +119,7 @@ def residual_mask(r: Tensor, residual: ResidualConfig, static_mask: Tensor | Non
     if residual.scope is ResidualScope.BATCH:
         score = _channel_score(r, residual.norm)
     else:
-        score = _powered(r, residual.norm)  # a channel of one row: every norm ranks alike
+        score = r.abs() if residual.granularity == 1 else _powered(r, residual.norm)
     return _largest(score, residual, n)
 
 

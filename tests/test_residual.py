@@ -77,10 +77,10 @@ def slow_mask(r: list[list[float]], config: ResidualConfig) -> list[list[bool]]:
     if config.scope is ResidualScope.BATCH:
         picked = [chosen([over_rows([power(row[i]) for row in r]) for i in range(k)])] * rows
     elif config.scope is ResidualScope.TOKEN:
-        picked = [chosen([power(v) for v in row]) for row in r]
+        picked = [chosen([power(v) if config.granularity == 16 else abs(v) for v in row]) for row in r]
     else:
         picked = [
-            {start + i for start in range(0, k, 16) for i in chosen([power(v) for v in row[start : start + 16]])}
+            {start + i for start in range(0, k, 16) for i in chosen([abs(v) for v in row[start : start + 16]])}
             for row in r
         ]
     return [[i in row for i in range(k)] for row in picked]
@@ -91,7 +91,7 @@ def residuals(draw: st.DrawFn) -> Tensor:
     """[rows, 16 n] of few distinct magnitudes, so that many scores tie, in blocks of various sizes."""
     rows, blocks = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     levels = draw(
-        st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5, 0.1, -0.1, 1.5, 3e-20, 1e20]), min_size=1, max_size=4)
+        st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5, 0.1, -0.1, 1.5, 3e-20, 1e-30, 2e-30, 1e20, 3e20]), min_size=1, max_size=4)
     )
     index = draw(st.lists(st.integers(0, len(levels) - 1), min_size=rows * blocks * 16, max_size=rows * blocks * 16))
     return torch.tensor([levels[i] for i in index]).view(rows, blocks * 16)
