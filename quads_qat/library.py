@@ -56,6 +56,13 @@ def _kernel_reduces(x: Tensor, dim: tuple[int, ...] | None) -> bool:
     return dim is None or dim == (-1,) or (x.ndim > 1 and tuple(d % x.ndim for d in dim) == tuple(range(1, x.ndim)))
 
 
+def _spread(scale: Tensor, x: Tensor) -> Tensor:
+    """A scale [..., 1] that some rows of ``x`` share, one for each row; any other as it is. Kernels do not broadcast."""
+    if scale.numel() == 1 or scale.ndim < x.ndim or scale.shape[:-1] == x.shape[:-1]:
+        return scale
+    return scale.expand(*x.shape[:-1], 1)
+
+
 def _scale_from_amax(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
     p, stored = reference.scale_from_amax(tensor_amax, Recipe(recipe))
     return p.clone(), stored.clone()
@@ -78,11 +85,11 @@ def _quantize(
 
         if per_tensor_scale is None and tensor_amax is None:
             tensor_amax = amax([x], None)
-        if which is Recipe.ALIGNED and tensor_amax is not None:
+        if which is Recipe.ALIGNED and tensor_amax is not None and _spread(tensor_amax, x) is tensor_amax:
             qdata, block_scale, p = kernel(x, tensor_amax, recipe=which, from_amax=True)
             return qdata, block_scale, p, p.new_empty(0)
         p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
-        qdata, block_scale, p = kernel(x, p, stored, source, recipe=which)
+        qdata, block_scale, _ = kernel(x, *(_spread(t, x) for t in (p, stored, source)), recipe=which)
     else:
         q = reference.quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which)
         qdata, block_scale, p, stored = q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale
@@ -118,7 +125,8 @@ def _dequantize(
     if backend == "triton":
         from quads_qat.kernels.dequantize import dequantize as kernel
 
-        return kernel(qdata, block_scale, per_tensor_scale, stored_scale, recipe=Recipe(recipe), dtype=dtype)
+        p, stored = _spread(per_tensor_scale, qdata), _spread(stored_scale, qdata)
+        return kernel(qdata, block_scale, p, stored, recipe=Recipe(recipe), dtype=dtype)
     return reference.dequantize(NVFP4Tensor(qdata, block_scale, per_tensor_scale, Recipe(recipe), stored_scale), dtype)
 
 
@@ -153,12 +161,10 @@ def _fake_quantize(
         if per_tensor_scale is None and tensor_amax is None:
             tensor_amax = amax([x], None)
         if which is Recipe.ALIGNED and tensor_amax is not None:
-            given = tensor_amax
-            out = kernel(x, given, given, given, from_amax=True, recipe=which, dtype=dtype)
-        else:
-            p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
-            out = kernel(x, p, stored, source, from_amax=False, recipe=which, dtype=dtype)
-        return out
+            given = _spread(tensor_amax, x)
+            return kernel(x, given, given, given, from_amax=True, recipe=which, dtype=dtype)
+        scales = (_spread(t, x) for t in reference.scales(x, per_tensor_scale, tensor_amax, which))
+        return kernel(x, *scales, from_amax=False, recipe=which, dtype=dtype)
     return reference.fake_quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which, dtype=dtype)
 
 

@@ -121,6 +121,15 @@ def test_scales_per_expert_and_per_row(recipe: Recipe, layout: str):
     assert_kernels_match(x, {"tensor_amax": reference.amax(x, dim=-1)}, recipe)
 
 
+@pytest.mark.parametrize("shape", [(1, 5, 1), (3, 1, 1), (1, 1, 1), (3, 5, 1)])
+def test_scales_that_rows_share(shape: tuple[int, ...]):
+    amax = torch.linspace(0.1, 30.0, math.prod(shape)).view(shape).to(DEVICE)
+    for recipe in (Recipe.ALIGNED, Recipe.TRANSFORMER_ENGINE):
+        assert_kernels_match(noise(3, 5, 32), {"tensor_amax": amax}, recipe)
+        p = reference.scale_from_amax(amax, recipe)[0]
+        assert_kernels_match(noise(3, 5, 32), {"per_tensor_scale": p}, recipe)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_amax_equals_the_reference(layout: str, dtype: torch.dtype):

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads_qat.kernels import numerics as num
+from quads_qat.kernels.launch import cdiv
 
 _INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -94,7 +95,7 @@ def _row_amax_kernel(x_ptr, out_ptr, rows, k, row_stride, TILE: tl.constexpr):
 
 
 _PARTS = 1056  # programs for a large tensor: eight for each of an H200's 132 multiprocessors
-_TILE = 4096
+_TILE = 2048
 
 
 def amax(tensors: list[Tensor], dim: tuple[int, ...] | None) -> Tensor:
@@ -133,13 +134,13 @@ def _launch(tensors: list[Tensor], out: Tensor, groups: int, dtype: torch.dtype)
     for x in odd:
         numel = x.numel() // groups
         wide = torch.zeros(groups, dtype=torch.int32, device=out.device)
-        _odd_amax_kernel[(triton.cdiv(numel, 1024) * groups,)](x, wide, numel, groups, TILE=1024)
+        _odd_amax_kernel[(cdiv(numel, 1024) * groups,)](x, wide, numel, groups, TILE=1024)
         torch.maximum(out, _narrow_bits(wide, dtype), out=out)
     even = [x for x in tensors if not any(x is o for o in odd)]
     if not even:
         return
     words = [x.numel() // groups // per_word for x in even]
-    parts = [min(triton.cdiv(w, _TILE), max(1, _PARTS // groups)) for w in words]
+    parts = [min(cdiv(w, _TILE), max(1, _PARTS // groups)) for w in words]
     pad = 3 - len(even)
     _amax_kernel[(sum(parts), groups)](
         *even,
@@ -151,7 +152,7 @@ def _launch(tensors: list[Tensor], out: Tensor, groups: int, dtype: torch.dtype)
         *[0] * pad,
         INFINITY=_INFINITY[dtype],
         TILE=_TILE,
-        num_warps=4,
+        num_warps=8,
     )
 
 

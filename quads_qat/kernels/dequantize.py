@@ -71,7 +71,7 @@ def dequantize(
         return out
     groups = max(1, per_tensor_scale.numel())
     blocks = block_scale.numel() // groups
-    tile = 64
+    tile = 128
     programs, tiles = grid_of(groups, blocks, tile)
     _kernel[(programs,)](
         qdata.contiguous(),
@@ -86,6 +86,6 @@ def dequantize(
         PAIRS=dtype == torch.bfloat16 and recipe is Recipe.ALIGNED,
         ONE_GROUP=groups == 1,
         TILE=tile,
-        num_warps=1,
+        num_warps=4,
     )
     return out

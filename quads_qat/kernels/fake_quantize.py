@@ -16,6 +16,7 @@ from quads_qat.kernels import numerics as num
 from quads_qat.kernels.launch import (
     RECIPES,
     blocks_of,
+    cdiv,
     first_elements,
     grid_of,
     group_and_tile,
@@ -198,7 +199,7 @@ def fake_quantize(
             STRIDED=runs.strided,
             ONE_GROUP=runs.groups == 1,
             TILE=tile,
-            num_warps=4,
+            num_warps=2,
         )
         return out
     tile = 64
@@ -232,7 +233,7 @@ def _fake_quantize_transposed(
     if x.numel() == 0:
         return out.mT
     tile = 128
-    blocks_k, tiles_n = k // 16, triton.cdiv(n, tile)
+    blocks_k, tiles_n = k // 16, cdiv(n, tile)
     _transposed_kernel[(experts * blocks_k * tiles_n,)](
         x,
         scale_pointer(scale),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,8 +24,7 @@ RECIPES = {
 TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """``x`` [..., K] as ``groups`` equal runs of blocks that have one per-tensor scale each.
 
     Attributes:
@@ -87,8 +86,13 @@ def is_transposed_stack(x: Tensor, scale: Tensor | None) -> bool:
 
 
 def scale_pointer(scale: Tensor) -> Tensor:
-    """The scales as a flat, contiguous tensor for a kernel."""
-    return scale.reshape(-1).contiguous()
+    """The scales as a contiguous tensor for a kernel; its shape does not matter there."""
+    return scale.contiguous()
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division; ``triton.cdiv`` takes 3 us for it."""
+    return -(-a // b)
 
 
 @triton.jit
@@ -115,5 +119,5 @@ def group_and_tile(pid, tiles, ONE_GROUP: tl.constexpr):
 
 def grid_of(groups: int, per_group: int, tile: int) -> tuple[int, int]:
     """(programs, programs per group): at least one per group, since the first has more to do than its blocks."""
-    tiles = max(1, triton.cdiv(per_group, tile))
+    tiles = max(1, cdiv(per_group, tile))
     return groups * tiles, tiles

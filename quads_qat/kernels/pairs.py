@@ -63,7 +63,7 @@ def _code(v, encode):
     return num.bits(tl.minimum(code, MAGIC + 7.0))
 
 
-# ------------------------------------------------------------------------------- four pairs, half a block, in one thread
+# ------------------------------------------------------------------------------ four pairs, half a block, in a thread
 #
 # On a GPU these are inline assembly, because only that computes on both 16-bit numbers of a register at once: 11
 # instructions an element, where fp32 lanes took 19 and bound the kernel. The interpreter takes the fp32 lanes.

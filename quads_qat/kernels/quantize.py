@@ -13,6 +13,7 @@ from quads_qat.kernels.launch import (
     RECIPES,
     Blocks,
     blocks_of,
+    cdiv,
     first_elements,
     grid_of,
     group_and_tile,
@@ -60,8 +61,8 @@ def _pairs_kernel(
     qdata_ptr,
     scale_ptr,
     scale_stride,
-    n_blocks,
     tiles,
+    n_blocks,
     per_row,
     row_stride,
     group_stride,
@@ -105,8 +106,8 @@ def _kernel(
     qdata_ptr,
     scale_ptr,
     scale_stride,
-    n_blocks,
     tiles,
+    n_blocks,
     per_row,
     row_stride,
     group_stride,
@@ -178,10 +179,11 @@ def quantize(
     k, columns = x.shape[-1], x.shape[-1] // 16
     qdata = torch.empty(*x.shape[:-1], k // 2, dtype=torch.uint8, device=x.device)
     rows = x.shape[-2] if x.ndim > 1 else 1
-    padded_rows, padded_columns = triton.cdiv(rows, 128) * 128, triton.cdiv(columns, 4) * 4
+    padded_columns = cdiv(columns, 4) * 4
+    padded_size = cdiv(rows, 128) * 128 * padded_columns
     if swizzled:
         lead = x.shape[:-2] if x.ndim > 1 else ()
-        scales = torch.zeros(*lead, padded_rows * padded_columns, dtype=torch.uint8, device=x.device)
+        scales = torch.zeros(*lead, padded_size, dtype=torch.uint8, device=x.device)
     else:
         scales = torch.empty(*x.shape[:-1], columns, dtype=torch.uint8, device=x.device)
     p = torch.empty(scale.shape, dtype=torch.float32, device=x.device) if from_amax else scale
@@ -194,32 +196,44 @@ def quantize(
         runs = blocks_of(x, scale.expand(x.shape[0]))
     else:
         runs = blocks_of(x, scale)
-    pairs = x.dtype == torch.bfloat16 and recipe is Recipe.ALIGNED and not transposed
-    tile = 512 if pairs else 64
-    programs, tiles = grid_of(runs.groups, runs.blocks, tile)
-    shared = {
-        "p_ptr": p,
-        "qdata_ptr": qdata,
-        "scale_ptr": scales,
-        "scale_stride": min(scale.numel() - 1, 1),
-        "n_blocks": runs.blocks,
-        "tiles": tiles,
-        "per_row": runs.per_row,
-        "row_stride": runs.row_stride,
-        "group_stride": runs.group_stride,
-        "columns": columns,
-        "padded_columns": padded_columns,
-        "padded_size": padded_rows * padded_columns,
-        "FROM_AMAX": from_amax,
-        "SWIZZLED": swizzled,
-        "ONE_GROUP": runs.groups == 1,
-        "TILE": tile,
-    }
-    given = scale_pointer(scale)
-    if pairs:
-        _pairs_kernel[(programs,)](runs.x, given, **shared, STRIDED=runs.strided, num_warps=4)
+    given, scale_stride = scale_pointer(scale), 0 if scale.numel() == 1 else 1
+    shape = (runs.blocks, runs.per_row, runs.row_stride, runs.group_stride, columns, padded_columns, padded_size)
+    if x.dtype == torch.bfloat16 and recipe is Recipe.ALIGNED and not transposed:
+        programs, tiles = grid_of(runs.groups, runs.blocks, 128)
+        _pairs_kernel[(programs,)](
+            runs.x,
+            given,
+            p,
+            qdata,
+            scales,
+            scale_stride,
+            tiles,
+            *shape,
+            FROM_AMAX=from_amax,
+            STRIDED=runs.strided,
+            SWIZZLED=swizzled,
+            ONE_GROUP=runs.groups == 1,
+            TILE=128,
+            num_warps=2,
+        )
     else:
-        stored, source = (given if t is None else scale_pointer(t) for t in (stored, source))
-        k_stride = rows if transposed else 1
-        _kernel[(programs,)](runs.x, given, stored, source, **shared, k_stride=k_stride, RECIPE=RECIPES[recipe])
+        programs, tiles = grid_of(runs.groups, runs.blocks, 64)
+        _kernel[(programs,)](
+            runs.x,
+            given,
+            given if stored is None else scale_pointer(stored),
+            given if source is None else scale_pointer(source),
+            p,
+            qdata,
+            scales,
+            scale_stride,
+            tiles,
+            *shape,
+            k_stride=rows if transposed else 1,
+            RECIPE=RECIPES[recipe],
+            FROM_AMAX=from_amax,
+            SWIZZLED=swizzled,
+            ONE_GROUP=runs.groups == 1,
+            TILE=64,
+        )
     return qdata, scales.view(torch.float8_e4m3fn), p
