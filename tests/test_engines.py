@@ -1,71 +1,181 @@
-"""Contract under test: by the rules of vLLM, SGLang and TensorRT-LLM, our checkpoints load as the numbers trained with.
+"""Contract under test: by the rules of vLLM, SGLang and TensorRT-LLM, our checkpoints load as the numbers trained with,
+or are known not to load, and export says so.
 
-``engines.py`` holds the rules. Negative tests show that they notice what they are there for.
+``engines/`` holds the rules. Negative tests show that they notice what they are there for.
 """
 
-from functools import cache
+import json
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import engines
 import pytest
 import torch
+from bits import assert_same_bits
 from by_hand import CHECKPOINTS, config, decoded, rewritten, tensors
-from torch import nn
+from engines import ENGINES, Checkpoint, LoadError, Refused, sglang, table, tensorrt_llm, vllm
+from engines.common import mismatches
+from test_architectures import CURRENT
+from test_round_trips import excluded
+from tiny_models import ARCHITECTURES, tiny_model
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from twins import plain_twin
 
 import quads_qat as qq
+from quads_qat import Dialect, EngineWarning, engine_limits
+from quads_qat.conversion import conversion_of
+from quads_qat.experts import layout_of
+from quads_qat.names import disk_state
+
+Checkpoints = Any
+DIALECTS = {"modelopt": list(ENGINES), "compressed-tensors": ["vLLM", "SGLang"]}
+CASES = [(dialect, engine) for dialect, found in DIALECTS.items() for engine in found]
+cases = pytest.mark.parametrize(("dialect", "engine"), CASES)
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+@lru_cache(maxsize=1)
+def trainer(arch: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A converted model with activation scales, and what it multiplies by: module on disk -> weight.
+
+    Gate and query weights are eight times smaller than their siblings, so that scales which are not shared would differ;
+    so would activation scales: every group has one of its own.
+    """
+    model = tiny_model(arch)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.weight", "gate_proj.weight", "q_a_proj.weight", "w1.weight")):
+                parameter /= 8
+            if name.endswith("experts.gate_up_proj") and parameter.shape[1] % 2 == 0:
+                parameter[:, : parameter.shape[1] // 2] /= 8
+    qq.convert(model, "w4a16", exclude=excluded(arch))
+    for i, observer in enumerate(conversion_of(model, "test")[1].observers.values()):
+        observer.amax = torch.tensor(2688.0 * 2.0 ** -(1 + i % 9))
+    twin = plain_twin(model)
+    weights = {name.removesuffix(".weight"): tensor for name, tensor in disk_state(twin, twin.state_dict()).items()}
+    for prefix, module in twin.named_modules():  # stacks that may be taken apart on disk
+        if (layout := layout_of(module)) is not None:
+            weights |= _single_experts(prefix, module, layout)
+    return model, weights
+
+
+def _single_experts(prefix: str, module: nn.Module, layout: Any) -> dict[str, Tensor]:
+    single = {}
+    for parameter in layout.parameters:
+        stack = module.get_parameter(parameter).detach()
+        for expert, matrix in enumerate(stack.mT if layout.transposed else stack):
+            parts = {parameter: matrix}
+            if parameter == "gate_up_proj":
+                gate_up = (matrix[::2], matrix[1::2]) if layout.interleaved else matrix.chunk(2)
+                parts = dict(zip(("gate_proj", "up_proj"), gate_up, strict=True))
+            single |= {f"{prefix}.{expert}.{name}": part for name, part in parts.items()}
+    return single
+
+
+def measured(engine: str, checkpoint: Checkpoint, weights: dict[str, Tensor]) -> str:
+    """A cell of the table; a pass means that all numbers are right, bit for bit."""
+    try:
+        loaded = ENGINES[engine].load(checkpoint)
+    except Refused as refused:
+        return refused.key
+    except engines.NotKnown as unknown:
+        return f"? {unknown.key}"
+    wrong = mismatches(checkpoint, lambda name, shards: ENGINES[engine].quantizes(checkpoint, name, shards))
+    assert not wrong, f"{engine} is wrong about {wrong}"
+    packed = {name for name, matrix in checkpoint.matrices().items() if matrix.dtype == torch.uint8}
+    assert loaded.weights.keys() == packed
+    for name, weight in loaded.weights.items():
+        assert_same_bits(weight, weights[name].float(), f"{engine}: {name}")
+    ending = "input_global_scale" if checkpoint.packed else "input_scale"
+    assert loaded.input_scales.keys() == (packed if loaded.computes == "W4A4" else set())
+    for name, scale in loaded.input_scales.items():
+        assert_same_bits(scale, checkpoint.stored[f"{name}.{ending}"].reshape(()), f"{engine}: {name}")
+    return "pass"
+
+
+def row(arch: str, folder: Path) -> table.Row:
+    """Export in every dialect and scheme, let every engine load it, and compare warnings with what they did."""
+    model, weights = trainer(arch)
+    cells, unfused = {}, set()
+    for dialect, scheme in table.COLUMNS:
+        path = folder / f"{dialect}-{scheme}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            qq.export_checkpoint(model, path, dialect=dialect, activations=table.ACTIVATIONS[scheme])
+        checkpoint = Checkpoint.read(path)
+        cells[dialect, scheme] = {engine: measured(engine, checkpoint, weights) for engine in ENGINES}
+        unfused |= table.unfused(checkpoint)
+        warned = sorted(str(w.message) for w in caught if w.category is EngineWarning)
+        refused = [limit for limit in engine_limits.LIMITS if limit.key in cells[dialect, scheme].values()]
+        assert len(warned) == len(refused)
+        for limit in refused:
+            expected = f"{limit.engine} does not load this checkpoint: {limit.reason} ({limit.link})"
+            assert any(message.startswith(expected) for message in warned), (expected, warned)
+    return table.Row(arch, cells, excluded(arch), sorted(unfused))
+
+
+@pytest.mark.skipif(not CURRENT, reason="the table is of transformers 5.24, and other releases have other models")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_table(arch: str, tmp_path: Path) -> None:
+    assert row(arch, tmp_path) == table.read()[arch]
+
+
+def test_the_table_has_every_architecture_and_its_page_is_current() -> None:
+    assert list(table.read()) == list(ARCHITECTURES)
+    assert table.PAGE.read_text("utf-8") == table.page(), "run `python -m engines` in tests/"
+
+
+def test_every_known_refusal_is_in_the_table_or_tested_here() -> None:
+    seen = {status for row in table.read().values() for cell in row.cells.values() for status in cell.values()}
+    assert {limit.key for limit in engine_limits.LIMITS} - seen == {"vllm#45102"}
+    assert {status.removeprefix("? ") for status in seen if status.startswith("?")} == set(engines.common.UNREAD)
+    assert {limit.engine for limit in engine_limits.LIMITS} <= engine_limits.ENGINES.keys() == ENGINES.keys()
+
+
+def test_a_quantized_head_is_refused_by_vllm_and_export_says_so(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    qq.convert(model, "w4a16", include=["lm_head"])
+    with pytest.warns(EngineWarning, match=r"vLLM does not load .* output head .*vllm/issues/45102"):
+        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    checkpoint = Checkpoint.read(tmp_path / "out")
+    with pytest.raises(Refused, match=r"vllm#45102: .*lm_head"):
+        vllm.load(checkpoint)
+    assert "lm_head" in sglang.load(checkpoint).weights
+
+
+def test_quantizing_a_checkpoint_warns_too(tmp_path: Path) -> None:
+    with pytest.warns(EngineWarning, match=r"vLLM does not load .*vllm/issues/46641.*exclude=\['\*.experts'\]"):
+        qq.quantize_checkpoint(CHECKPOINTS / "bf16" / "gpt_oss", tmp_path / "out")
+    with pytest.warns(EngineWarning, match=r"TensorRT-LLM does not load .*TensorRT-LLM/issues/16511.*'modelopt'") as w:
+        qq.quantize_checkpoint(CHECKPOINTS / "bf16" / "qwen3", tmp_path / "packed", dialect="compressed-tensors")
+    assert w[0].filename == __file__
+
+
+def test_what_the_way_out_says_is_without_warnings(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EngineWarning)
+        qq.quantize_checkpoint(CHECKPOINTS / "bf16" / "gpt_oss", tmp_path / "out", exclude=["*.experts"])
+        model = qq.convert(tiny_model("deepseek_v4"), "w4a16", scope="mlp")
+        qq.export_checkpoint(model, tmp_path / "v4", dialect="modelopt")
+    for path in (tmp_path / "out", tmp_path / "v4"):
+        checkpoint = Checkpoint.read(path)
+        for engine in ENGINES.values():
+            assert engine.load(checkpoint).weights
+        engines.assert_ignore_list_is_right(path)
+
+
+# ------------------------------------------------------------------------------------------- what is not quantized
 
 NAMES = ["llama", "qwen3", "qwen3moe", "mixtral", "deepseek_v3"]
-CLIENTS = {"modelopt": ["vllm", "sglang", "tensorrt-llm"], "compressed-tensors": ["vllm", "sglang"]}
-CASES = [(dialect, engine) for dialect, found in CLIENTS.items() for engine in found]
-Checkpoints = Any
 
 
-@cache
-def trainer(name: str) -> nn.Module:
-    """Observed, with gate weights ten times smaller than up's: their amaxes differ."""
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / name)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("q_proj.weight", "gate_proj.weight")):
-                parameter /= 10
-            if parameter_name.endswith("experts.gate_up_proj"):
-                parameter[:, : parameter.shape[1] // 2] /= 10
-        qq.convert(model, "w4a16")
-        with qq.observe_activations(model):
-            model(torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0)))
-    return model
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    @cache
-    def exported(name: str, dialect: str, activations: str = "observed") -> Path:
-        path = tmp_path_factory.mktemp("out") / name
-        qq.export_checkpoint(trainer(name), path, dialect=dialect, activations=activations)
-        return path
-
-    return exported
-
-
-@pytest.mark.parametrize("activations", ["observed", "none"])
-@pytest.mark.parametrize(("dialect", "engine"), CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_engines_multiply_by_our_numbers(
-    name: str, dialect: str, engine: str, activations: str, checkpoint: Checkpoints
-) -> None:
-    path = checkpoint(name, dialect, activations)
-    weights, inputs = engines.load(path, engine)
-    expected = decoded(path, torch.float32)
-    quantized, _ = engines.modules(tensors(path))
-    assert weights.keys() == {name for name in quantized if f"{name}.weight" in expected}
-    for module, weight in weights.items():
-        assert torch.equal(weight, expected[f"{module}.weight"]), module
-    assert all(value.isnan() for value in inputs.values()) == (activations == "none")
-
-
-@pytest.mark.parametrize("dialect", CLIENTS)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("scope", ["all", "mlp", "experts"])
 @pytest.mark.parametrize("name", [*NAMES, "gpt_oss"])
 def test_ignore_lists_are_complete_and_hit_nothing_quantized(
@@ -77,17 +187,38 @@ def test_ignore_lists_are_complete_and_hit_nothing_quantized(
     engines.assert_ignore_list_is_right(tmp_path / "out")
 
 
-@pytest.mark.parametrize("dialect", CLIENTS)
-def test_excluded_experts_are_ignored_as_a_module_and_one_by_one(dialect: str, tmp_path: Path) -> None:
-    """vLLM asks about ``...mlp.experts`` as a whole."""
-    source, options = CHECKPOINTS / "bf16" / "qwen3moe", {"dialect": dialect, "exclude": ["*.experts"]}
-    qq.quantize_checkpoint(source, tmp_path / "out", **options)
-    engines.assert_ignore_list_is_right(tmp_path / "out")
-    ignored = config(tmp_path / "out")["quantization_config"]["ignore"]
-    assert {"model.layers.1.mlp.experts", "model.layers.1.mlp.experts.3.down_proj"} <= set(ignored)
+def test_the_substring_rule_is_why_full_names_are_written() -> None:
+    name = "model.layers.10.mlp.down_proj"
+    assert vllm.ignores(name, [name], ["model.layers.1"])
+    assert not vllm.ignores(name, [name], ["model.layers.1.mlp.gate"])
+    fused = "model.layers.1.mlp.gate_up_proj"
+    assert vllm.ignores(fused, [f"model.layers.1.mlp.{shard}_proj" for shard in ("gate", "up")], [fused[:-8]])
 
 
-@pytest.mark.parametrize(("dialect", "engine"), CASES)
+# ------------------------------------------------------------------------------------------------- what engines get wrong
+
+
+@cache
+def observed(name: str) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / name)
+    qq.convert(model, "w4a16")
+    with torch.no_grad(), qq.observe_activations(model):
+        model(torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    @cache
+    def exported(name: str, dialect: str) -> Path:
+        path = tmp_path_factory.mktemp("out") / name
+        qq.export_checkpoint(observed(name), path, dialect=dialect, activations="observed")
+        return path
+
+    return exported
+
+
+@cases
 @pytest.mark.parametrize("shard", ["model.layers.1.self_attn.k_proj", "model.layers.1.mlp.experts.2.up_proj"])
 def test_engines_go_wrong_when_fused_weights_do_not_share_a_scale(
     dialect: str, engine: str, shard: str, checkpoint: Checkpoints, tmp_path: Path
@@ -95,31 +226,171 @@ def test_engines_go_wrong_when_fused_weights_do_not_share_a_scale(
     """vllm#54974: real checkpoints have gate and up scales that differ by up to ten times."""
     path = checkpoint("qwen3moe", dialect)
     name = f"{shard}.weight_scale_2" if dialect == "modelopt" else f"{shard}.weight_global_scale"
-    broken = rewritten(path, tmp_path / "broken", {name: tensors(path)[name] / 2})
-    if engine == "tensorrt-llm":
-        with pytest.raises(AssertionError, match="weight_scale_2 should be same"):
-            engines.load(broken, engine)
+    broken = Checkpoint.read(rewritten(path, tmp_path / "broken", {name: tensors(path)[name] / 2}))
+    if engine == "TensorRT-LLM":
+        with pytest.raises(LoadError, match="weight_scale_2 should be same"):
+            tensorrt_llm.load(broken)
         return
-    weights, _ = engines.load(broken, engine)
-    expected = decoded(broken, torch.float32)
-    wrong = [module for module, weight in weights.items() if not torch.equal(weight, expected[f"{module}.weight"])]
-    assert wrong
-    assert {module.rpartition(".")[0] for module in wrong} == {shard.rpartition(".")[0]}
+    expected = decoded(tmp_path / "broken", torch.float32)
+    for capability in (90, 100):
+        weights = ENGINES[engine].load(broken, capability).weights
+        wrong = [module for module, weight in weights.items() if not torch.equal(weight, expected[f"{module}.weight"])]
+        apart = engine == "SGLang" and capability == 100 and dialect == "modelopt" and "experts" in shard
+        assert {module.rpartition(".")[0] for module in wrong} == (set() if apart else {shard.rpartition(".")[0]})
 
 
-@pytest.mark.parametrize(("dialect", "engine"), CASES)
-def test_engines_read_nan_where_an_expert_has_no_input_scale(
-    dialect: str, engine: str, checkpoint: Checkpoints, tmp_path: Path
+@cases
+@pytest.mark.parametrize("module", ["model.layers.0.mlp.experts.1.down_proj", "model.layers.0.self_attn.k_proj"])
+def test_a_missing_input_scale_is_noticed_by_no_engine_but_always_wrong(
+    dialect: str, engine: str, module: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """vllm#45212: never routed, never calibrated."""
+    """vllm#45212: never routed, never calibrated. vLLM computes with what the memory held, SGLang with 1.0."""
     path = checkpoint("qwen3moe", dialect)
     ending = "input_scale" if dialect == "modelopt" else "input_global_scale"
-    lost = {f"model.layers.0.mlp.experts.1.down_proj.{ending}": None}
-    with pytest.raises(AssertionError, match="no input scale"):
-        engines.load(rewritten(path, tmp_path / "broken", lost), engine)
+    broken = Checkpoint.read(rewritten(path, tmp_path / "broken", {f"{module}.{ending}": None}))
+    if engine == "SGLang":
+        used, sibling = (c.load(k).input_scales for c, k in ((sglang, broken), (sglang, Checkpoint.read(path))))
+        assert used[module] != sibling[module]
+        assert used[module] == 1 or dialect == "compressed-tensors"
+        return
+    message = "no input scale" if engine == "vLLM" else "input_scale should be same"
+    with pytest.raises(LoadError, match=message):
+        ENGINES[engine].load(broken)
 
 
-def test_the_substring_rule_is_why_full_names_are_written() -> None:
-    assert engines.vllm_ignores("model.layers.10.mlp.down_proj", ["model.layers.1"])
-    assert not engines.vllm_ignores("model.layers.10.mlp.down_proj", ["model.layers.1.mlp.gate"])
-    assert engines.vllm_ignores("model.layers.1.mlp.gate_up_proj", ["model.layers.1.mlp.gate"])
+@cases
+def test_a_missing_or_unpacked_tensor_is_noticed(
+    dialect: str, engine: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path, module = checkpoint("qwen3moe", dialect), "model.layers.0.self_attn.k_proj"
+    codes = f"{module}.weight" if dialect == "modelopt" else f"{module}.weight_packed"
+    changes: list[tuple[dict[str, Tensor | None], str]] = [
+        ({f"{module}.weight_scale": None}, "never loaded"),
+        ({codes: tensors(path)[codes].float()}, "torch.float32"),
+        ({codes: tensors(path)[codes][:, :8].contiguous()}, "block scales"),
+    ]
+    for i, (change, message) in enumerate(changes):
+        broken = Checkpoint.read(rewritten(path, tmp_path / str(i), change))
+        with pytest.raises(LoadError, match=message):
+            ENGINES[engine].load(broken)
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+def edited(path: Path, change: Callable[[dict[str, Any], dict[str, Any] | None], None]) -> Checkpoint:
+    """A checkpoint with other JSON: ``change(config.json, hf_quant_config.json)``."""
+    found = Checkpoint.read(path)
+    change(found.config, found.hf_quant_config)
+    return found
+
+
+def test_which_file_wins(checkpoint: Checkpoints) -> None:
+    """vLLM and SGLang read config.json, TensorRT-LLM hf_quant_config.json; ours say the same."""
+    path = checkpoint("qwen3", "modelopt")
+    assert not tensorrt_llm.divergence(Checkpoint.read(path))
+
+    def weights_only_beside(_: dict[str, Any], beside: Any) -> None:
+        beside["quantization"]["quant_algo"] = "W4A16_NVFP4"
+        beside["quantization"]["exclude_modules"] = ["lm_head"]
+
+    diverging = edited(path, weights_only_beside)
+    assert [engine.read_config(diverging)[0] for engine in ENGINES.values()] == ["W4A4", "W4A4", "W4A16"]
+    assert tensorrt_llm.divergence(diverging) == ["quant_algo", "exclude_modules"]
+    nested = edited(path, lambda config, _: config.pop("quantization_config"))
+    assert [engine.read_config(nested)[0] for engine in ENGINES.values()] == ["W4A4"] * 3
+    only_flat = Checkpoint(Checkpoint.read(path).config, None, {})
+    assert [engine.read_config(only_flat)[0] for engine in ENGINES.values()] == ["W4A4"] * 3
+    ignored = [engine.read_config(c)[1] for engine in ENGINES.values() for c in (nested, only_flat)]
+    assert all(found == ignored[0] for found in ignored)
+
+
+@pytest.mark.parametrize("algorithm", ["nvfp4", "NVFP4_AWQ", "NVFP4"])
+def test_algorithms(algorithm: str, checkpoint: Checkpoints) -> None:
+    def rename(config: dict[str, Any], beside: Any) -> None:
+        config["quantization_config"]["quant_algo"] = beside["quantization"]["quant_algo"] = algorithm
+
+    renamed = edited(checkpoint("qwen3", "modelopt"), rename)
+    reads = {"nvfp4": ["vLLM"], "NVFP4": list(ENGINES), "NVFP4_AWQ": []}[algorithm]  # AWQ's tensors are not emulated
+    for name, engine in ENGINES.items():
+        if name in reads:
+            assert engine.read_config(renamed)[0] == "W4A4"
+        else:
+            with pytest.raises(LoadError, match=algorithm):
+                engine.read_config(renamed)
+
+
+def test_required_keys(checkpoint: Checkpoints) -> None:
+    path = checkpoint("qwen3", "modelopt")
+
+    def without(key: str) -> Checkpoint:
+        def change(config: dict[str, Any], beside: Any) -> None:
+            config.pop("quantization_config")
+            del beside["quantization"][key]
+
+        return edited(path, change)
+
+    for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
+        with pytest.raises(LoadError, match=f"requires the following fields.*{key}"):
+            vllm.read_config(without(key))
+        assert tensorrt_llm.read_config(without(key))[0] == "W4A4"
+    for key in ("group_size", "exclude_modules"):
+        with pytest.raises(LoadError, match="required"):
+            sglang.read_config(without(key))
+
+    def two_sizes(config: dict[str, Any], _: Any) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 32
+
+    with pytest.raises(LoadError, match="Inconsistent group_size"):
+        sglang.read_config(edited(path, two_sizes))
+
+
+@pytest.mark.parametrize(("key", "value"), [("strategy", "group"), ("group_size", 32), ("symmetric", False)])
+def test_other_schemes_of_compressed_tensors_are_not_taken_for_nvfp4(
+    key: str, value: Any, checkpoint: Checkpoints
+) -> None:
+    path = checkpoint("qwen3", "compressed-tensors")
+
+    def change(config: dict[str, Any], _: Any) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"][key] = value
+
+    for engine in (vllm, sglang):
+        assert engine.read_config(Checkpoint.read(path))[0] == "W4A4"
+        with pytest.raises(LoadError, match="no NVFP4 weights"):
+            engine.read_config(edited(path, change))
+
+
+def test_a_fused_layer_that_is_quantized_in_part_is_refused(checkpoint: Checkpoints) -> None:
+    for dialect in DIALECTS:
+        found = Checkpoint.read(checkpoint("qwen3", dialect))
+        found.quantization["ignore"].append("model.layers.0.self_attn.k_proj")
+        with pytest.raises(LoadError, match="same"):
+            vllm.load(found)
+    found.quantization["ignore"].append("model.layers.0.mlp.experts.0.gate_proj")
+    with pytest.raises(LoadError, match="All MoE projections"):
+        vllm.quantizes(found, "model.layers.0.mlp.experts", [])
+
+
+# ------------------------------------------------------------------------------------------------------------------ GPU
+
+
+def test_hopper_computes_w4a16_from_a_w4a4_checkpoint(checkpoint: Checkpoints) -> None:
+    """Silently in vLLM and SGLang: measure W4A4 on Blackwell, or with vLLM's emulation backend."""
+    found = Checkpoint.read(checkpoint("qwen3", "modelopt"))
+    assert [engine.load(found, 100).computes for engine in ENGINES.values()] == ["W4A4"] * 3
+    assert [engine.load(found, 90).computes for engine in (vllm, sglang)] == ["W4A16"] * 2
+    with pytest.raises(LoadError, match="Arch unsupported"):
+        tensorrt_llm.load(found, 90)
+    for engine in ENGINES.values():
+        with pytest.raises(LoadError):
+            engine.computes("W4A4", 70)
+        assert engine.computes("W4A16", 90) == "W4A16"
+    assert [engine.computes("W4A16", 100) for engine in (vllm, sglang)] == ["W4A16"] * 2
+
+
+def test_the_files_say_what_the_checkpoint_is(checkpoint: Checkpoints) -> None:
+    """What the emulators read is what export wrote."""
+    for dialect in Dialect:
+        path = checkpoint("qwen3", dialect.value)
+        assert Checkpoint.read(path).packed == (dialect is Dialect.COMPRESSED_TENSORS)
+        assert config(path) == json.loads((path / "config.json").read_text("utf-8"))
