@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -27,7 +29,7 @@ _UsageError = typer.BadParameter.__bases__[0]  # typer vendors click in some rel
 
 app = typer.Typer(
     name="quads-qat",
-    help="NVFP4 checkpoints for QUADS: quantize, verify, inspect, compare; and a demo of the whole job.",
+    help="NVFP4 checkpoints for QUADS: quantize, dequantize, verify, inspect, compare; and a demo of the whole job.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -160,8 +162,8 @@ def quantize(
             "for a W4A16 checkpoint, or observe activations in Python and call "
             "quads_qat.export_checkpoint(model, path, dialect=..., activations='observed')"
         )
-    from quads_qat.export import quantize_checkpoint
     from quads_qat.load import Checkpoint
+    from quads_qat.quantize import quantize_checkpoint
 
     _quiet_transformers()
     columns = (
@@ -197,6 +199,57 @@ def quantize(
         out.print(
             f"{destination}: {summary['quantized']} weights quantized, {summary['bytes'] / 1e6:,.1f} MB", soft_wrap=True
         )
+
+
+@app.command()
+def dequantize(
+    source: Annotated[Path, typer.Argument(help="NVFP4 checkpoint of either dialect, ours or others'.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: config.json's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn an NVFP4 checkpoint into a plain one, in the names that transformers loads."""
+    import torch
+
+    from quads_qat.recode import dequantize_checkpoint
+
+    chosen = None if dtype is None else getattr(torch, dtype, dtype)
+    with _progress_of(source) as progress:
+        dequantize_checkpoint(source, destination, dtype=chosen, progress=progress)  # pyright: ignore[reportArgumentType]
+    _say_written(destination, as_json)
+
+
+@app.command()
+def convert_dialect(
+    source: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    dialect: Annotated[Dialect, typer.Option(help="Which names and config engines find.")],
+    as_json: Json = False,
+) -> None:
+    """Write an NVFP4 checkpoint in the other dialect, without quantizing anew; refused where that would change bits."""
+    from quads_qat.recode import convert_dialect as convert
+
+    with _progress_of(source) as progress:
+        convert(source, destination, dialect=dialect, progress=progress)
+    _say_written(destination, as_json)
+
+
+@contextmanager
+def _progress_of(source: Path) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, fed with (done, total) bytes."""
+    _quiet_transformers()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err, disable=not err.is_terminal) as bar:
+        task = bar.add_task(source.name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _say_written(destination: Path, as_json: bool) -> None:
+    size = sum(file.stat().st_size for file in destination.glob("*.safetensors"))
+    if as_json:
+        _print_json({"destination": str(destination), "bytes": size})
+    else:
+        out.print(f"{destination}: {size / 1e6:,.1f} MB", soft_wrap=True)
 
 
 @app.command()

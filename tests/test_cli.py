@@ -91,6 +91,24 @@ def test_diff_across_dialects_is_empty(checkpoints: dict[str, Path]):
     assert json.loads(done.stdout) == {"equal": True, "differences": []}
 
 
+def test_dequantize_and_the_other_dialect(checkpoints: dict[str, Path], tmp_path: Path):
+    done = quads_qat("convert-dialect", checkpoints["modelopt"], tmp_path / "ct", "--dialect", "compressed-tensors")
+    assert done.returncode == 0, done.stderr
+    expected = load_file(checkpoints["compressed-tensors"] / "model.safetensors")
+    made = load_file(tmp_path / "ct" / "model.safetensors")
+    assert made.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in made.items() if tensor.dtype.itemsize > 1)
+    done = quads_qat("dequantize", tmp_path / "ct", tmp_path / "plain", "--dtype", "float32", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bytes"] == (tmp_path / "plain" / "model.safetensors").stat().st_size
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert plain.keys() == load_file(DATA / "model.safetensors").keys()
+    assert str(plain["model.layers.0.self_attn.q_proj.weight"].dtype) == "torch.float32"
+    assert_one_line_error(
+        quads_qat("dequantize", tmp_path / "ct", tmp_path / "x", "--dtype", "int4"), "dtype must be bfloat16, float16"
+    )
+
+
 def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_dir: Path):
     done = quads_qat("inspect", checkpoints["compressed-tensors"], "--json")
     assert done.returncode == 0, done.stderr
@@ -115,6 +133,9 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
         (("verify", DATA, DATA), "this is no NVFP4 checkpoint"),
         (("inspect", DATA), "this is no NVFP4 checkpoint"),
         (("diff", DATA, DATA), "this is no NVFP4 checkpoint"),
+        (("dequantize", DATA, "{tmp}/out"), "this is no NVFP4 checkpoint"),
+        (("convert-dialect", DATA, "{tmp}/out", "--dialect", "modelopt"), "this is no NVFP4 checkpoint"),
+        (("convert-dialect", DATA, "{tmp}/out"), "dialect"),
         (("demo", "--steps", "1"), "steps"),
         (("unknown",), "unknown"),
         (("quantize",), "ource"),

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "L0a",
         (
             *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
-            *("dialects", "safetensors_file", "checkpoint_io", "resume", "skeleton"),
+            *("dialects", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),
@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "L4",
         (
             *("convert", "diagnose", "demo", "integrations"),
-            *("conversion", "contract", "checkpoint_plan", "weight_stream", "weight_sync", "export", "load", "verify"),
+            *("conversion", "contract", "checkpoint_plan", "weight_stream", "weight_sync", "export", "load", "recode", "verify"),
+            *("sync_plan", "sync_ledger", "calibration", "buckets"),
             *("quantize", "calibrate"),
         ),
     ),
