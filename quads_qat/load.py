@@ -218,8 +218,8 @@ def load_rollout(
     conversion, plan = checkpoint.plan(model)
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
-    for parameter, disks in _by_parameter(plan).items():
-        packed[parameter] = _assemble(model, disks, [_read(checkpoint, model, disk) for disk in disks])
+    for parameter, disks in by_parameter(plan).items():
+        packed[parameter] = _assemble(model, disks, [read_part(checkpoint, model, disk) for disk in disks])
         amaxes[parameter] = _shared_input_amax(checkpoint, disks, required=static)
         conversion.observers[activation_key(disks[0].weight.group)].amax = amaxes[parameter]
     _fill_rest(model, checkpoint.reader, plan)
@@ -283,19 +283,20 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None, *, contract: 
         require_contract(checkpoint, contract)
     model = skeleton(path, checkpoint.reader.names(), dtype)
     _, plan = checkpoint.plan(model)
-    for parameter, disks in _by_parameter(plan).items():
+    for parameter, disks in by_parameter(plan).items():
         meta = model.get_parameter(parameter)
         value = torch.empty(meta.shape, dtype=meta.dtype)
         oriented = value.mT if disks[0].weight.format.transposed else value
         for disk in disks:
-            q = _read(checkpoint, model, disk)
+            q = read_part(checkpoint, model, disk)
             cut(oriented, disk.expert, disk.rows).copy_(ops.dequantize(q, meta.dtype))
         _assign(model, parameter, value)
     _fill_rest(model, checkpoint.reader, plan)
     return _finish(model, path)
 
 
-def _read(checkpoint: Checkpoint, model: nn.Module, disk: DiskWeight) -> NVFP4Tensor:
+def read_part(checkpoint: Checkpoint, model: nn.Module, disk: DiskWeight) -> NVFP4Tensor:
+    """One quantized weight, if it has the shape of its place in ``model``."""
     q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
     parameter = model.get_parameter(disk.weight.name)
     expected = cut(parameter.mT if disk.weight.format.transposed else parameter, disk.expert, disk.rows).shape
@@ -306,7 +307,8 @@ def _read(checkpoint: Checkpoint, model: nn.Module, disk: DiskWeight) -> NVFP4Te
     return q
 
 
-def _by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:
+def by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:
+    """Parts by the parameter in memory that they belong to."""
     parameters: dict[str, list[DiskWeight]] = {}
     for disk in plan.weights:
         parameters.setdefault(disk.weight.name, []).append(disk)
