@@ -2,6 +2,7 @@
 
 from quads_qat import ops, reference
 from quads_qat.autograd import fake_quantize_ste
+from quads_qat.buckets import bucketed, unbucketed
 from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Scope
 from quads_qat.convert import (
     convert,
@@ -18,7 +19,8 @@ from quads_qat.integrations.transformers import patch_transformers
 from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.verify import VerificationError, diff, verify, verify_checkpoint
-from quads_qat.weight_stream import bucketed, export_metadata, export_weights
+from quads_qat.weight_stream import export_metadata, export_weights
+from quads_qat.weight_sync import SyncReport, update_weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Recipe",
     "ResidualConfig",
     "Scope",
+    "SyncReport",
     "VerificationError",
     "bucketed",
     "convert",
@@ -51,6 +54,8 @@ __all__ = [
     "quantize_checkpoint",
     "reference",
     "revert",
+    "unbucketed",
+    "update_weights",
     "verify",
     "verify_checkpoint",
 ]

@@ -7,7 +7,8 @@ selection of ``convert``; there is no second set of naming rules.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from quads_qat.checkpoint_io import Reader
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, Weight
 from quads_qat.experts import ExpertsLayout, layout_of
+from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
 
@@ -63,11 +65,24 @@ class DiskWeight:
         qdata, block_scale = (cut(t, self.expert, self.rows) for t in (q.qdata, q.block_scale))
         return NVFP4Tensor(qdata, block_scale, scale(q.per_tensor_scale), q.recipe, scale(q.stored_scale))
 
-    def read_source(self, reader: Reader) -> Tensor:
-        """This part of the BF16 tensor on disk, blocks along the last dim, cast as the exporter casts masters."""
-        tensor = reader.get(self.source, self.source_expert)  # not the whole stack for each of its experts
+    def read_source(self, reader: Reader, expert: int | None = None) -> Tensor:
+        """This part of the BF16 tensor on disk, blocks along the last dim, cast as the exporter casts masters.
+
+        ``expert``: of a whole stack, that one alone.
+        """
+        index = self.source_expert if expert is None else expert
+        tensor = reader.get(self.source, index)  # not the whole stack for each of its experts
         tensor = tensor.mT if self.source_transposed else tensor
         return cut(tensor, None, self.source_rows).to(self.weight.format.export_dtype)
+
+    def source_shape(self, reader: Reader) -> tuple[int, ...]:
+        """[(E,) N, K] of this part on disk: what :meth:`read_source` gives, or a whole stack's."""
+        *lead, n, k = reader.shape(self.source)
+        if self.source_transposed:
+            n, k = k, n
+        if self.source_expert is not None:
+            lead = lead[1:]
+        return *lead, len(range(n)[self.source_rows or slice(None)]), k
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,47 @@ class Plan:
 
     weights: list[DiskWeight]
     biases: list[SplitBias]
+
+
+class Assembly:
+    """Codes and scales [(E,) N, K] of one parameter, put together from its parts on disk, which come in any order."""
+
+    def __init__(self, weight: Weight, shape: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.weight, self.shape, self.device = weight, tuple(shape), device
+        self.q: NVFP4Tensor | None = None
+
+    def add(self, disk: DiskWeight, q: NVFP4Tensor) -> None:
+        """One part; a part that is the whole parameter is kept as it is."""
+        if disk.expert is None and disk.rows is None:
+            self.q = q
+            return
+        if self.q is None:
+            *lead, n, k = self.shape
+            qdata = torch.empty(*lead, n, k // 2, dtype=torch.uint8, device=self.device)
+            block_scale = torch.empty(*lead, n, k // BLOCK_SIZE, dtype=torch.uint8, device=self.device)
+            per_row, stored = (torch.empty(*lead, n, 1, dtype=torch.float32, device=self.device) for _ in range(2))
+            self.q = NVFP4Tensor(qdata, block_scale.view(torch.float8_e4m3fn), per_row, q.recipe, stored)
+        cut(self.q.qdata, disk.expert, disk.rows).copy_(q.qdata)
+        cut(self.q.block_scale.view(torch.uint8), disk.expert, disk.rows).copy_(q.block_scale.view(torch.uint8))
+        cut(self.q.per_tensor_scale, disk.expert, disk.rows).copy_(q.per_tensor_scale.expand(q.shape[-2], 1))
+        cut(self.q.stored_scale, disk.expert, disk.rows).copy_(q.stored_scale.expand(q.shape[-2], 1))
+
+    def finish(self) -> NVFP4Tensor:
+        """The parameter.
+
+        Its per-tensor scale is [] or [E], or one per row, [..., N, 1], where parts of one expert have scales of their
+        own (checkpoints whose gate and up were not fused).
+        """
+        assert self.q is not None
+        scale = self.q.per_tensor_scale
+        if scale.ndim < len(self.shape):
+            return self.q
+        index = (0,) * scale.ndim if scale.ndim == 2 else (slice(None), 0, 0)
+        if scale.ndim == 3 and not self.weight.format.per_expert and bool((scale == scale[0, 0]).all()):
+            index = (0, 0, 0)
+        if not bool((scale == (scale[..., :1, :])).all()):
+            return self.q
+        return replace(self.q, per_tensor_scale=scale[index].clone(), stored_scale=self.q.stored_scale[index].clone())
 
 
 def cut(t: Tensor, expert: int | None, rows: slice | None) -> Tensor:
@@ -171,11 +227,17 @@ def _split_stack(
         for projection, rows in _projections(weight.parameter, layout, n):
             if disk.rows is not None and rows != disk.rows:
                 continue  # on disk gate and up are two tensors; this is the other one
-            base = f"{weight.module}.{expert}.{projection}"
+            base = f"{_on_disk(weight.module, disk.name)}.{expert}.{projection}"
             cut = None if disk.rows is not None else rows
             plan.weights.append(DiskWeight(weight, f"{base}.weight", disk.name, expert, rows, expert, cut, transposed))
             if layout.bias:
                 plan.biases.append(SplitBias(f"{base}.bias", f"{disk.name}_bias", f"{weight.name}_bias", expert, rows))
+
+
+def _on_disk(module: str, tensor: str) -> str:
+    """``module`` with what ``tensor``, on disk, has before its layer: all of a model lies under one prefix there."""
+    layer, own = layer_of(tensor), layer_of(module)
+    return f"{layer}{module.removeprefix(own)}" if layer and own else module
 
 
 def _projections(parameter: str, layout: ExpertsLayout, n: int) -> list[tuple[str, slice | None]]:

@@ -281,12 +281,20 @@ def install_packed(
     model.requires_grad_(False)
 
 
-def quantize_weight(model: nn.Module, conversion: Conversion, weight: Weight) -> NVFP4Tensor:
+def amax_of_group(conversion: Conversion, weight: Weight) -> Tensor:
+    """Amax of a parameter's scale group: [E] or []; sharded members are gathered."""
+    return group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], weight.format)
+
+
+def quantize_weight(
+    model: nn.Module, conversion: Conversion, weight: Weight, amax: Tensor | None = None
+) -> NVFP4Tensor:
     """Codes and scales of one converted parameter, blocks along the last dim ([E, N, K] also for transposed stacks).
 
-    Exactly what the module's forward multiplies by; export and rollout both come from here.
+    Exactly what the module's forward multiplies by; export and rollout both come from here. ``amax``: of its scale
+    group, if it is known already.
     """
-    amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], weight.format)
+    amax = amax_of_group(conversion, weight) if amax is None else amax
     return quantize_master(weight, whole(model.get_parameter(weight.name).detach()), amax)
 
 

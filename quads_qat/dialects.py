@@ -16,6 +16,7 @@ Sources: what nvidia-modelopt 0.47.0 and llm-compressor 0.14 / compressed-tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quads_qat.config import Dialect, Recipe
+from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
 _EXPORTABLE = {
@@ -113,6 +115,28 @@ def write(name: str, q: NVFP4Tensor, dialect: Dialect, *, transposed: bool = Fal
         names.block_scale: block_scale.clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
         names.scale: stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).clone(),
     }
+
+
+def layouts(
+    name: str, shape: Sequence[int], dialect: Dialect, *, transposed: bool = False
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """(dtype, shape) of what :func:`write` gives for a weight [.., N, K].
+
+    >>> layouts("x.weight", (4, 32), Dialect.MODELOPT)["x.weight_scale"]
+    (torch.float8_e4m3fn, (4, 2))
+    """
+    names, (*lead, n, k) = tensor_names(name, dialect), shape
+    codes, scales = ((*lead, k // per, n) if transposed else (*lead, n, k // per) for per in (2, BLOCK_SIZE))
+    return {
+        names.qdata: (torch.uint8, codes),
+        names.block_scale: (torch.float8_e4m3fn, scales),
+        names.scale: (torch.float32, scale_shape(dialect)),
+    }
+
+
+def scale_shape(dialect: Dialect) -> tuple[int, ...]:
+    """Of a per-tensor scale and of an activation scale."""
+    return () if dialect is Dialect.MODELOPT else (1,)
 
 
 def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe, *, transposed: bool) -> NVFP4Tensor:

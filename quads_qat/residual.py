@@ -101,6 +101,24 @@ class PackedModule(nn.Module):
     def refresh(self, name: str) -> None:
         """Recompute, in place, what is derived from the codes and scales of ``name``. Nothing is, so far."""
 
+    def calibrated(self, name: str, what: str) -> Tensor | None:
+        """``input_amax`` or ``residual_mask`` of the input of weight ``name``; None before a calibration."""
+        return self._buffers[what if name == "weight" else f"{name}_{what}"]
+
+    def set_calibrated(self, name: str, what: str, value: Tensor | None) -> None:
+        """Set :meth:`calibrated`; in place where the shape allows it."""
+        buffer = what if name == "weight" else f"{name}_{what}"
+        old = self._buffers[buffer]
+        if old is not None and value is not None and old.shape == value.shape:
+            old.copy_(value)
+        else:
+            self._buffers[buffer] = None if value is None else value.detach().clone().to(self.packed(name).device)
+
+    def uses_input_amax(self, name: str) -> bool:
+        """Whether the input of weight ``name`` has a static scale, in use or kept from a checkpoint."""
+        static = self.activation is not None and self.activation.scale is ActivationScale.STATIC
+        return static or self.calibrated(name, "input_amax") is not None
+
     def packed(self, name: str = "weight") -> NVFP4Tensor:
         """The codes and scales of a weight, as they are now (no copy)."""
         parts = {part: getattr(self, f"{name}_{part}") for part in _FIELDS}

@@ -16,7 +16,7 @@ from quads_qat import dialects, names, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, export_plan, layer_of, natural_order
 from quads_qat.config import Dialect, Mode
 from quads_qat.conversion import Conversion, Weight, conversion_of
-from quads_qat.convert import quantize_weight
+from quads_qat.convert import amax_of_group, quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key, whole
 
@@ -60,12 +60,15 @@ def export_weights(
     if ranks != "all" and not isinstance(ranks, int):
         raise ValueError(f"export_weights: ranks must be 'all' or the number of a rank, got {ranks!r}")
     versions = {name: root.get_parameter(name)._version for name in conversion.weights}
+    amaxes: dict[str, Tensor] = {}  # of scale groups: computed (and gathered) once, not once for each member
 
     def quantize(weight: Weight) -> NVFP4Tensor:
         for _, _, name in conversion.groups[weight.group].members:
             if root.get_parameter(name)._version != versions[name]:
                 raise RuntimeError(f"export: {name} was changed while its model was being exported; export again")
-        return quantize_weight(root, conversion, weight)
+        if weight.group not in amaxes:
+            amaxes[weight.group] = amax_of_group(conversion, weight)
+        return quantize_weight(root, conversion, weight, amaxes[weight.group])
 
     source = _Source(quantize, _rest(root, conversion), scales)
     stream = _stream(root, plan, dialect, source)
@@ -96,7 +99,7 @@ def export_metadata(
     plan = export_plan(root, conversion, dialect)
     scales = input_scales(plan, conversion, dialect, activations)
     source = _Source(
-        lambda weight: _empty(root.get_parameter(weight.name).shape, weight),
+        lambda weight: empty_quantized(root.get_parameter(weight.name).shape, weight),
         {n: (torch.empty(t.shape, dtype=t.dtype, device="meta"), d) for n, (t, d) in _rest(root, conversion).items()},
         {name: torch.empty_like(s, device="meta") for name, s in scales.items()},
     )
@@ -191,7 +194,7 @@ def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, scale: Tensor) -> None:
         )
 
 
-def _empty(shape: torch.Size, weight: Weight) -> NVFP4Tensor:
+def empty_quantized(shape: torch.Size, weight: Weight) -> NVFP4Tensor:
     """What ``quantize_weight`` returns, on meta."""
     fmt = weight.format
     *lead, n, k = (*shape[:-2], shape[-1], shape[-2]) if fmt.transposed else shape
@@ -313,37 +316,3 @@ def cache_scales(plan: Plan, dialect: Dialect, scales: dict[str, Tensor]) -> dic
     """Those of ``scales`` that belong to no quantized weight."""
     own = set(own_scales(plan, dialect))
     return {name: scale for name, scale in scales.items() if name not in own}
-
-
-# -------------------------------------------------------------------------------------------------------------- buckets
-
-
-def bucketed(
-    stream: Iterable[tuple[str, Tensor]], bucket_bytes: int
-) -> Iterator[tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]]:
-    """Pack a weight stream into flat uint8 buckets for one broadcast each.
-
-    Args:
-        stream: (name, tensor) pairs.
-        bucket_bytes: a bucket is yielded before it would exceed this; one larger tensor gets a bucket of its own.
-
-    Yields:
-        (entries, bucket): entries are (name, dtype, shape, byte offset), bucket is uint8 [bytes]; offsets are
-        multiples of 16.
-    """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucketed: bucket_bytes must be > 0, got {bucket_bytes}")
-    entries: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
-    parts: list[Tensor] = []
-    size = 0
-    for name, tensor in stream:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 16))
-        if parts and size + padded.numel() > bucket_bytes:
-            yield entries, torch.cat(parts)
-            entries, parts, size = [], [], 0
-        entries.append((name, tensor.dtype, tuple(tensor.shape), size))
-        parts.append(padded)
-        size += padded.numel()
-    if parts:
-        yield entries, torch.cat(parts)

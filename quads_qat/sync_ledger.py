@@ -1,0 +1,125 @@
+"""Which tensors of a weight sync have come, and whether they may: by name, dtype and shape alone."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat import dialects
+from quads_qat.checkpoint_plan import DiskWeight
+from quads_qat.config import Dialect
+from quads_qat.conversion import Conversion, Weight
+from quads_qat.sync_plan import PackedTarget, SyncPlan, Target
+
+_PACKED, _HIGH_PRECISION = "packed", "in high precision"
+
+
+class Ledger:
+    """Which tensors have come, by name, dtype and shape alone: the same rules for a rehearsal and for the sync."""
+
+    def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan) -> None:
+        self.conversion, self.plan = conversion, plan
+        self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
+        self.seen: set[str] = set()
+        self.unexpected: list[str] = []
+        self.dialect: Dialect | None = None  # of the packed tensors, once a name has told
+        self.filled: dict[str, int] = {}  # parameter -> elements, or packed tensors, that have come
+        self.forms: dict[str, str] = {}  # scale group -> _PACKED or _HIGH_PRECISION
+
+    def enter(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> PackedTarget | list[Target]:
+        """Where a tensor belongs; [] if nowhere."""
+        if name in self.seen:
+            raise ValueError(f"update_weights: {name} came twice; send each tensor once")
+        self.seen.add(name)
+        packed, plain = self.plan.packed.get(name), self.plan.plain.get(name, [])
+        if packed is not None and (not plain or dtype in (torch.uint8, torch.float8_e4m3fn)):
+            return self._enter_packed(name, packed, dtype, shape)
+        for target in plain:
+            self._enter_plain(name, target, dtype, shape)
+        if not plain and not any(re.search(pattern, name) for pattern in self.plan.ignored):
+            self.unexpected.append(name)
+        return plain
+
+    def _enter_packed(
+        self, name: str, places: dict[Dialect, PackedTarget], dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> PackedTarget:
+        if self.dialect is None and len(places) == 1:
+            (self.dialect,) = places
+        if self.dialect is not None and self.dialect not in places:
+            raise ValueError(
+                f"update_weights: {name} is a tensor of the {next(iter(places))} dialect, but this sync began in the "
+                f"{self.dialect} dialect; send all packed tensors in one"
+            )
+        if self.dialect is not None and not dialects.carries(self.dialect, self.conversion.recipe):
+            raise ValueError(
+                f"update_weights: {name}: packed tensors of the {self.dialect} dialect cannot be of recipe "
+                f"'{self.conversion.recipe}', which the rollout has; send another dialect, or weights in high precision"
+            )
+        target = next(iter(places.values())) if self.dialect is None else places[self.dialect]
+        if target.layout is None:
+            if dtype != torch.float32 or shape not in ((), (1,)):
+                raise ValueError(f"update_weights: {name} must be one float32 number, got {dtype} {list(shape)}")
+        elif (dtype, shape) != target.layout:
+            raise ValueError(
+                f"update_weights: {name} must be {target.layout[0]} {list(target.layout[1])}, got {dtype} {list(shape)}"
+            )
+        if not target.input_scale:
+            weight = target.disk.weight
+            self._enter_form(name, weight, _PACKED)
+            self.filled[weight.name] = self.filled.get(weight.name, 0) + 1
+        return target
+
+    def _enter_plain(self, name: str, target: Target, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        weight = self.conversion.weights.get(target.parameter)
+        if shape != target.shape:
+            raise ValueError(f"update_weights: {name} must have shape {list(target.shape)}, got {list(shape)}")
+        here = self.live[target.parameter].dtype if weight is None else weight.format.export_dtype
+        floats = dtype.is_floating_point and here.is_floating_point
+        exact = here == torch.float32 and weight is None  # a 16-bit tensor for parameters in fp32
+        if dtype != here and not (floats and (dtype == torch.float32 or exact)):
+            masters = " or float32, which is cast to that" if here.is_floating_point else ""
+            raise ValueError(f"update_weights: {name} must be {here}{masters}, got {dtype}")
+        if weight is not None:
+            self._enter_form(name, weight, _HIGH_PRECISION)
+        filled, numel = self.filled.get(target.parameter, 0), self.plan.shapes[target.parameter].numel()
+        if filled == numel == target.elements and target.parameter in self.plan.tied:
+            return  # under another of its names
+        if filled + target.elements > numel:
+            raise ValueError(
+                f"update_weights: {name} is a part of {target.parameter} that came under another name already; send "
+                "the names of the checkpoint or those of the model"
+            )
+        self.filled[target.parameter] = filled + target.elements
+
+    def _enter_form(self, name: str, weight: Weight, form: str) -> None:
+        if self.forms.setdefault(weight.group, form) != form:
+            raise ValueError(
+                f"update_weights: {name} is {form}, but other weights of its scale group {weight.group} came "
+                f"{self.forms[weight.group]}; they share one scale, so send all of them in one form"
+            )
+
+    def complete(self, parameter: str) -> bool:
+        """Whether all of a parameter has come."""
+        weight, filled = self.conversion.weights.get(parameter), self.filled.get(parameter, 0)
+        if weight is not None and self.forms.get(weight.group) == _PACKED:
+            return filled == 3 * len(self.parts(parameter))
+        return filled == self.plan.shapes[parameter].numel()
+
+    def parts(self, parameter: str) -> list[DiskWeight]:
+        """Of a quantized parameter, in the dialect in which the sync came."""
+        return self.plan.parts[self.dialect or next(iter(self.plan.parts))].get(parameter, [])
+
+    def missing(self) -> list[str]:
+        """Names of what has not come, in the form in which the rest came."""
+        names: dict[str, None] = {}
+        for parameter in (name for name in self.plan.required if not self.complete(name)):
+            weight = self.conversion.weights.get(parameter)
+            if weight is not None and self.forms.get(weight.group, _PACKED if self.dialect else "") == _PACKED:
+                dialect = self.dialect or next(iter(self.plan.parts))
+                for disk in self.parts(parameter):
+                    names |= dict.fromkeys(dialects.tensor_names(disk.name, dialect).weight)
+            else:
+                names |= dict.fromkeys(self.plan.disk_names.get(parameter, [parameter]))
+        return [name for name in names if name not in self.seen]
