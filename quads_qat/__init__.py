@@ -4,6 +4,7 @@ from quads_qat import ops, reference
 from quads_qat.autograd import fake_quantize_ste
 from quads_qat.buckets import bucketed, unbucketed
 from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.contract import Contract, contract_of
 from quads_qat.convert import (
     convert,
     coverage,
@@ -14,18 +15,26 @@ from quads_qat.convert import (
     revert,
 )
 from quads_qat.diagnose import GapStats, gap_stats
-from quads_qat.export import export_checkpoint, quantize_checkpoint
+from quads_qat.engine_limits import EngineWarning
+from quads_qat.export import export_checkpoint
+from quads_qat.integrations.registration import register_with_transformers
 from quads_qat.integrations.transformers import patch_transformers
 from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantize import quantize_checkpoint
+from quads_qat.recode import convert_dialect, dequantize_checkpoint
 from quads_qat.verify import VerificationError, diff, verify, verify_checkpoint
 from quads_qat.weight_stream import export_metadata, export_weights
 from quads_qat.weight_sync import SyncReport, update_weights
 
+register_with_transformers()
+
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "Contract",
     "Dialect",
+    "EngineWarning",
     "GapStats",
     "Mode",
     "NVFP4Tensor",
@@ -35,8 +44,11 @@ __all__ = [
     "SyncReport",
     "VerificationError",
     "bucketed",
+    "contract_of",
     "convert",
+    "convert_dialect",
     "coverage",
+    "dequantize_checkpoint",
     "diff",
     "export_checkpoint",
     "export_metadata",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -11,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from quads_qat.safetensors_file import Entry, read, read_header, read_pieces
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,10 +24,13 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 class Reader:
-    """Tensors of a checkpoint directory by name, read when asked for.
+    """Tensors of a checkpoint directory by name, read when asked for; many threads may read.
+
+    Every shard's header is read and checked at once, the tensors never more than one at a time.
 
     Raises:
-        ValueError: no such directory, no config.json, no safetensors, a missing or corrupt shard; says which.
+        ValueError: no such directory, no config.json, no safetensors, a missing or corrupt shard, an index that says
+            something else than the shards hold; says which.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,43 +40,32 @@ class Reader:
         self.config = read_json(self.path / "config.json")
         index = self.path / INDEX
         if index.exists():
-            self._file_of: dict[str, str] = read_json(index).get("weight_map") or {}
-            if (
-                not self._file_of
-                or not isinstance(self._file_of, dict)
-                or not all(isinstance(f, str) for f in self._file_of.values())
-            ):
-                raise ValueError(f"{index}: must hold a weight_map of tensor name -> file; download it again")
+            self._file_of = _weight_map(index)
         elif (self.path / SINGLE).exists():
-            self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+            self._file_of = dict.fromkeys(read_header(self.path / SINGLE), SINGLE)
         else:
             raise ValueError(
                 f"{self.path}: holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints can be read"
             )
-        self._names_in: dict[str, list[str]] = {}
+        self.files = sorted(set(self._file_of.values()))
+        self._entries: dict[str, Entry] = {}
+        for file in self.files:
+            self._add_shard(file)
         for name, file in self._file_of.items():
-            self._names_in.setdefault(file, []).append(name)
-        for file in sorted(self._names_in):
-            if not (self.path / file).exists():
-                raise ValueError(f"{self.path}: shard {file} is missing; download or export the checkpoint again")
-        self._handles: dict[str, Any] = {}
+            if name not in self._entries:
+                raise ValueError(f"{self.path / file} lacks {name}, which the index places there; it is damaged")
 
-    def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self.path / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.path / file} is damaged ({error}); download or export it again") from error
-
-    def _handle(self, name: str) -> Any:
-        file = self._file_of[name]
-        if file not in self._handles:
-            handle = self._open(file)
-            present = set(handle.keys())
-            absent = [n for n in self._names_in[file] if n not in present]
-            if absent:
-                raise ValueError(f"{self.path / file} lacks {absent[0]}, which the index places there; it is damaged")
-            self._handles[file] = handle
-        return self._handles[file]
+    def _add_shard(self, file: str) -> None:
+        if not (self.path / file).exists():
+            raise ValueError(f"{self.path}: shard {file} is missing; download or export the checkpoint again")
+        for name, entry in read_header(self.path / file).items():
+            placed = self._file_of.get(name)
+            if placed is None:
+                raise ValueError(f"{self.path / file} holds {name}, which {INDEX} does not list; correct the index")
+            if placed == file:
+                self._entries[name] = entry
+            elif name in read_header(self.path / placed):
+                raise ValueError(f"{self.path}: {name} is in {placed} and in {file}; remove one of the two")
 
     def names(self) -> list[str]:
         """All tensor names, in file order."""
@@ -80,19 +75,42 @@ class Reader:
         return name in self._file_of
 
     def get(self, name: str, index: int | None = None) -> Tensor:
-        """Read one tensor, or its ``[index]`` alone."""
+        """Read one tensor, or its ``[index]`` alone: fresh, on the CPU."""
+        entry = self.entry(name)
+        return read(self.path / self._file_of[name], entry, index)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(byte offset, uint8 [n]) of one tensor, a little at a time."""
+        return read_pieces(self.path / self._file_of[name], self.entry(name))
+
+    def entry(self, name: str) -> Entry:
+        """Dtype and shape of one tensor, from the header."""
         if name not in self._file_of:
             raise ValueError(f"{self.path}: tensor {name} is missing")
-        handle = self._handle(name)
-        return handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
+        return self._entries[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from the header."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return self.entry(name).shape
 
     def nbytes(self) -> int:
         """Size of all shards."""
-        return sum((self.path / file).stat().st_size for file in self._names_in)
+        return sum((self.path / file).stat().st_size for file in self.files)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> shard, as the index has it.
+
+    Raises:
+        ValueError: no weight_map, or a shard that is not a plain file name.
+    """
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise ValueError(f"{index}: must hold a weight_map of tensor name -> file; download it again")
+    for name, file in found.items():
+        if not re.fullmatch(r"[^/\\\x00-\x1f]+\.safetensors", file):
+            raise ValueError(f"{index}: places {name} in {file!r}; a shard must be a safetensors file beside the index")
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,7 +128,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write ``value`` with the indent that Hugging Face uses."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(value), encoding="utf-8")
+
+
+def json_text(value: dict[str, Any]) -> str:
+    """``value`` with the indent that Hugging Face uses."""
+    return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
 @contextmanager
@@ -190,10 +213,77 @@ def _save(shard: dict[str, Tensor], file: Path) -> None:
         raise OSError(0, str(error)) from error
 
 
+_NOT_COMPANIONS = {"config.json", "hf_quant_config.json", INDEX}
+_WEIGHTS = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz"),
+    *(".onnx", ".onnx_data", ".tflite", ".pkl"),
+}
+
+
+def companions(source: Path) -> dict[str, int]:
+    """What belongs to a model besides weights and config.json: file -> size.
+
+    That is tokenizer, generation config, code and templates: files of the directory itself; of folders, chat templates,
+    and Python files where the model brings its code.
+
+    Raises:
+        ValueError: a link that leads nowhere.
+    """
+    found = [path for path in source.iterdir() if not path.name.startswith(".") and not path.is_dir()]
+    found += (source / "additional_chat_templates").glob("*.jinja")
+    if any(path.suffix == ".py" for path in found):
+        found += [path for path in source.glob("*/**/*.py") if not any(p.startswith(".") for p in path.parts)]
+    sizes = {}
+    for path in sorted(found):
+        if path.suffix in _WEIGHTS or path.name.endswith(".index.json") or path.name in _NOT_COMPANIONS:
+            continue
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link that leads nowhere; download it again or remove it")
+        if path.is_file():
+            sizes[path.relative_to(source).as_posix()] = path.stat().st_size
+    return sizes
+
+
 def copy_companions(source: Path, destination: Path) -> None:
-    """Copy what belongs to a model besides weights and config.json: tokenizer, generation config, code, templates."""
-    skip = {"config.json", "hf_quant_config.json", INDEX}
-    for file in sorted(source.iterdir()):
-        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name not in skip and not file.name.startswith("."):
-            shutil.copyfile(file, destination / file.name)
+    """Copy :func:`companions`."""
+    for file in companions(source):
+        (destination / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / file, destination / file)
+
+
+_SIGNS = {
+    "quantize_config.json": "GPTQ",
+    "quant_config.json": "AWQ",
+    "hf_quant_config.json": "Model-Optimizer",
+}
+_SIGNS_IN_NAMES = {
+    r"\.qweight$": "GPTQ or AWQ",
+    r"(\.|_)weight_scale_inv$": "FP8 in blocks",
+    r"_blocks$": "MXFP4",
+    r"\.weight_packed$": "compressed-tensors",
+    r"(\.|_)weight_scale(_2)?$": "FP8 or NVFP4",
+    r"\.quant_state\.|\.weight\.absmax$": "bitsandbytes",
+}
+
+
+def require_unquantized(reader: Reader) -> None:
+    """Raise ValueError if config, files or tensor names say that the checkpoint was quantized, by whatever method."""
+    if method := _quantized_by(reader):
+        raise ValueError(
+            f"{reader.path} is quantized already; quantize the original BF16 checkpoint. It was made by {method}"
+        )
+
+
+def _quantized_by(reader: Reader) -> str | None:
+    for config in (reader.config, *(value for value in reader.config.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := config.get(key), dict):
+                return str(found.get("quant_method") or found.get("quant_algo") or key)
+    for file, method in _SIGNS.items():
+        if (reader.path / file).exists():
+            return f"{method} ({file})"
+    for name in reader.names():
+        for pattern, method in _SIGNS_IN_NAMES.items():
+            if re.search(pattern, name):
+                return f"{method} ({name})"
+    return None

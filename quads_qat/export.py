@@ -1,4 +1,4 @@
-"""Whole NVFP4 checkpoints: from a trainer model, or straight from a BF16 checkpoint, through the same plan.
+"""Whole NVFP4 checkpoints from a trainer model, and what all of them have besides tensors.
 
 What engines read beside the tensors is written here: config.json, hf_quant_config.json, the list of modules that are
 not quantized. A checkpoint appears under its name when it is complete.
@@ -9,26 +9,24 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from quads_qat import checkpoint_io, dialects, ops
-from quads_qat.checkpoint_plan import DiskWeight, Plan, export_plan, natural_order
-from quads_qat.config import Dialect, Recipe, Scope
+from quads_qat import checkpoint_io, dialects, engine_limits
+from quads_qat import contract as contracts
+from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, export_plan, layer_of, natural_order
+from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, Scope
+from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
+from quads_qat.experts import layout_of
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,
-    by_layer,
-    cache_scales,
-    emit,
     export_metadata,
     export_weights,
-    input_scales,
     own_scales,
     prepare,
     rank,
@@ -42,6 +40,8 @@ def export_checkpoint(
     dialect: Dialect | str,
     source: str | Path | None = None,
     activations: ActivationScales = "none",
+    residual: ResidualConfig | None = None,
+    activation_scale: ActivationScale | str | None = None,
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write a converted model as an NVFP4 checkpoint that engines load.
@@ -54,6 +54,9 @@ def export_checkpoint(
         dialect: ``modelopt`` (vLLM, SGLang, TensorRT-LLM) or ``compressed-tensors`` (transformers, vLLM, SGLang).
         source: the original checkpoint: its config.json is kept and only extended, tokenizer and code are copied.
         activations: as in :func:`~quads_qat.weight_stream.export_weights`.
+        residual: what rollouts of this checkpoint compensate, recorded in config.json; None leaves it to
+            :func:`~quads_qat.load.load_rollout`.
+        activation_scale: likewise, over what rollouts take the scale of an activation.
         shard_bytes: size of a shard.
 
     Raises:
@@ -61,6 +64,7 @@ def export_checkpoint(
             half-written stays.
     """
     root, conversion, dialect = prepare(model, dialect, "export_checkpoint")
+    contract = contract_of_export(conversion, activations, residual, activation_scale)
     config = _config_of(root, source, next(iter(conversion.weights.values())).format.export_dtype)
     metadata = export_metadata(model, dialect, activations=activations)
     plan = export_plan(root, conversion, dialect)
@@ -70,57 +74,17 @@ def export_checkpoint(
     if rank() != 0:
         next(stream, None)
         return
-    _require_space(Path(path), sum(_nbytes(dtype, shape) for _, dtype, shape in metadata))
+    weights_only, names = activations == "none", [disk.name for disk in plan.weights]
+    engine_limits.warn(config, dialect, names, weights_only=weights_only, stacklevel=2)
+    require_space(Path(path), sum(_nbytes(dtype, shape) for _, dtype, shape in metadata))
     with checkpoint_io.whole_directory(path) as directory:
         checkpoint_io.write_shards(directory, stream, shard_bytes)
-        ignored = _ignored(rest, plan, root, dialect)
-        _write_configs(directory, config, dialect, ignored, conversion, weights_only=activations == "none")
+        ignored = ignored_modules(rest, plan, root, dialect)
+        _write_configs(directory, config, dialect, ignored, contract)
         if source is not None:
             checkpoint_io.copy_companions(Path(source), directory)
         elif getattr(root, "generation_config", None) is not None:
             root.generation_config.save_pretrained(directory)  # pyright: ignore
-
-
-def quantize_checkpoint(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    dialect: Dialect | str = Dialect.MODELOPT,
-    recipe: Recipe | str = Recipe.ALIGNED,
-    scope: Scope | str = Scope.ALL,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    activations: ActivationScales = "none",
-    shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Quantize a BF16 checkpoint directory into an NVFP4 one, one scale group in memory at a time.
-
-    Quantized weights are the bytes that loading, converting and exporting the model gives; everything else is copied as
-    it is. ``activations``: ``none`` or a mapping, as in :func:`~quads_qat.weight_stream.export_weights`.
-    ``progress(done, total)`` counts bytes of the source.
-    """
-    dialect, recipe = Dialect(dialect), Recipe(recipe)
-    dialects.check_recipe(recipe, dialect)
-    if activations == "observed":
-        raise ValueError(
-            "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; convert the model, "
-            "observe activations and use export_checkpoint, pass a mapping, or make a W4A16 checkpoint (--weights-only)"
-        )
-    reader = checkpoint_io.Reader(source)
-    if "quantization_config" in reader.config:
-        raise ValueError(f"{source} is quantized already; quantize the original BF16 checkpoint")
-    model, conversion, plan = plan_checkpoint(reader, dialect, recipe, Scope(scope), tuple(include), tuple(exclude))
-    scales = input_scales(plan, conversion, dialect, activations)
-    sources = {d.source for d in plan.weights} | {b.source for b in plan.biases}
-    rest = {n: len(reader.shape(n)) for n in reader.names() if n not in sources}
-    _require_space(Path(destination), int(0.3 * reader.nbytes()))
-    with checkpoint_io.whole_directory(destination) as directory:
-        stream = _stream_files(reader, conversion, plan, dialect, scales, list(rest), progress)
-        checkpoint_io.write_shards(directory, stream, shard_bytes)
-        ignored = _ignored(rest, plan, model, dialect)
-        _write_configs(directory, dict(reader.config), dialect, ignored, conversion, weights_only=activations == "none")
-        checkpoint_io.copy_companions(reader.path, directory)
 
 
 def plan_checkpoint(
@@ -130,9 +94,15 @@ def plan_checkpoint(
     scope: Scope = Scope.ALL,
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Conversion, Plan]:
-    """The plan of a BF16 checkpoint directory, from its config.json and tensor names alone."""
-    model = skeleton(reader.path, reader.names())
+    """The plan of a BF16 checkpoint directory, from its config.json and the headers of its shards alone.
+
+    Raises:
+        ValueError: a weight is missing, or is not what config.json says of it.
+    """
+    model = skeleton(reader.path, reader.names(), trust_remote_code=trust_remote_code)
     conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude)
     plan = export_plan(model, conversion, dialect)
     missing = [d.source for d in plan.weights if d.source not in reader]
@@ -140,7 +110,24 @@ def plan_checkpoint(
         raise ValueError(
             f"{reader.path}: {missing[0]} and {len(missing) - 1} more weights of {type(model).__name__} are missing"
         )
+    for disk in plan.weights:
+        _require_expected(reader, model, disk)
     return model, conversion, plan
+
+
+def _require_expected(reader: checkpoint_io.Reader, model: nn.Module, disk: DiskWeight) -> None:
+    parameter, found = model.get_parameter(disk.weight.name), reader.entry(disk.source)
+    if found.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"{reader.path}: {disk.source} is {found.dtype}; only bfloat16, float16 and float32 weights can be "
+            "quantized. Quantize the original checkpoint, or exclude the module"
+        )
+    expected = tuple(cut(parameter.mT if disk.weight.format.transposed else parameter, disk.expert, disk.rows).shape)
+    if disk.source_shape(reader) != expected:
+        raise ValueError(
+            f"{reader.path}: {disk.source} has shape {list(found.shape)}, which does not go with config.json; one of "
+            "the two is of another model"
+        )
 
 
 def scale_groups_on_disk(plan: Plan) -> list[list[DiskWeight]]:
@@ -149,56 +136,6 @@ def scale_groups_on_disk(plan: Plan) -> list[list[DiskWeight]]:
     for disk in plan.weights:
         groups.setdefault(disk.scale_key, []).append(disk)
     return list(groups.values())
-
-
-def _stream_files(
-    reader: checkpoint_io.Reader,
-    conversion: Conversion,
-    plan: Plan,
-    dialect: Dialect,
-    scales: dict[str, Tensor],
-    rest: list[str],
-    progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[str, Tensor]]:
-    groups: dict[str, list[list[DiskWeight]]] = {}
-    for group in scale_groups_on_disk(plan):
-        groups.setdefault(group[0].source, []).append(group)
-    biases: dict[str, list[Any]] = {}
-    for bias in plan.biases:
-        biases.setdefault(bias.source, []).append(bias)
-    extra = cache_scales(plan, dialect, scales)
-    total, done = reader.nbytes(), 0
-    for layer in by_layer([*groups, *biases, *rest, *extra]).values():
-        for group in (group for name in layer for group in groups.get(name, ())):
-            done += yield from _quantize_group(group, reader, conversion.recipe, dialect, scales)
-            if progress is not None:
-                progress(done, total)
-        for bias in (bias for name in layer for bias in biases.get(name, ())):
-            yield bias.name, bias.of_source(reader.get(bias.source)).clone()
-        for name in layer:
-            if name in extra:
-                yield name, extra[name].clone()
-            elif name not in groups and name not in biases:
-                tensor = reader.get(name)
-                done += tensor.nbytes
-                yield name, tensor
-    if progress is not None:
-        progress(total, total)
-
-
-def _quantize_group(
-    group: list[DiskWeight], reader: checkpoint_io.Reader, recipe: Recipe, dialect: Dialect, scales: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one scale group; returns the bytes that were read for it."""
-    tensors = [disk.read_source(reader) for disk in group]
-    amax = ops.amax(*tensors)
-    for disk, tensor in zip(group, tensors, strict=True):
-        try:
-            q = ops.quantize(tensor, tensor_amax=amax, recipe=recipe, check_finite=True)
-        except ValueError as error:
-            raise ValueError(f"{disk.source}: {error}") from error
-        yield from emit(disk, q, dialect, scales)
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON
@@ -223,20 +160,41 @@ def _write_configs(
     config: dict[str, Any],
     dialect: Dialect,
     ignored: list[str],
-    conversion: Conversion,
-    *,
-    weights_only: bool,
+    contract: Contract,
 ) -> None:
-    config["quantization_config"] = dialects.quantization_config(dialect, ignored, weights_only=weights_only)
-    config["quads_qat"] = {
-        "recipe": conversion.recipe.value,
-        "scope": conversion.scope.value,
-        "trainer": conversion.mode.value,
-    }
-    checkpoint_io.write_json(directory / "config.json", config)
+    for file, content in configs(config, dialect, ignored, contract).items():
+        checkpoint_io.write_json(directory / file, content)
+
+
+def configs(
+    config: dict[str, Any], dialect: Dialect, ignored: list[str], contract: Contract
+) -> dict[str, dict[str, Any]]:
+    """File name -> JSON that announces a quantized checkpoint; config.json, without which it is none, comes last."""
+    weights_only = contract.activations == "none"
+    files = {}
     if dialect is Dialect.MODELOPT:
-        quantization = dialects.hf_quant_config(ignored, weights_only=weights_only)
-        checkpoint_io.write_json(directory / "hf_quant_config.json", quantization)
+        files["hf_quant_config.json"] = dialects.hf_quant_config(ignored, weights_only=weights_only)
+    entry = dialects.quantization_config(dialect, ignored, weights_only=weights_only)
+    return files | {"config.json": {**config, "quantization_config": entry, contracts.KEY: contract.to_json()}}
+
+
+def contract_of_export(
+    conversion: Conversion,
+    activations: ActivationScales,
+    residual: ResidualConfig | None = None,
+    activation_scale: ActivationScale | str | None = None,
+) -> Contract:
+    """What is recorded in config.json."""
+    source = activations if isinstance(activations, str) else "given"
+    rollout = None
+    if residual is not None or activation_scale is not None:
+        scale = ActivationScale(activation_scale or ActivationScale.PER_TOKEN)
+        if scale is ActivationScale.STATIC and source == "none":
+            raise ValueError(
+                "export: activation_scale='static' needs activation scales in the file; pass activations='observed'"
+            )
+        rollout = RolloutPolicy(activation=ActivationFormat(scale=scale), residual=residual or ResidualConfig())
+    return Contract.of_conversion(conversion, activations=source, rollout=rollout)
 
 
 def _tensor_names(plan: Plan, dialect: Dialect) -> set[str]:
@@ -247,10 +205,20 @@ def _tensor_names(plan: Plan, dialect: Dialect) -> set[str]:
     return names
 
 
-def _ignored(rest: dict[str, int], plan: Plan, model: nn.Module, dialect: Dialect) -> list[str]:
+def _experts_elsewhere(ignored: set[str], plan: Plan, model: nn.Module) -> set[str]:
+    """Experts in high precision whose tensors are not below ``...experts`` on disk (GraniteMoE), as engines ask."""
+    quantized = {disk.weight.module for disk in plan.weights}
+    found = {layer_of(name) for name in ignored if name.endswith(".experts")}
+    layers = {layer_of(name) for name in ignored}
+    experts = [n for n, module in model.named_modules() if n not in quantized and layout_of(module) is not None]
+    return {name for name in experts if name.endswith(".experts") and layer_of(name) in layers - found}
+
+
+def ignored_modules(rest: dict[str, int], plan: Plan, model: nn.Module, dialect: Dialect) -> list[str]:
     """Modules that keep a weight of two or more dims, by full name on disk; the head also when it is tied.
 
-    Engines know experts as one module, so single experts bring ``...experts`` with them. A module that holds a
+    Engines know experts as one module, so single experts bring ``...experts`` with them; vLLM looks for that one in the
+    compressed-tensors dialect under the names of the first expert's linears, whatever is on disk. A module that holds a
     quantized one (a Mamba mixer with its 2-D ``A_log``) is left out: engines take an entry to mean all below it.
     vLLM takes a plain entry of the ModelOpt dialect for a substring; where that would hit a quantized module, the last
     letter is put in brackets, which only patterns match.
@@ -258,12 +226,16 @@ def _ignored(rest: dict[str, int], plan: Plan, model: nn.Module, dialect: Dialec
     matrices = [name for name, ndim in rest.items() if ndim >= 2]
     ignored = {n.removesuffix(".weight") if n.endswith(".weight") else n.rpartition(".")[0] for n in matrices}
     ignored |= {match[1] for name in ignored if (match := re.match(r"(.*\.experts)\.\d+\.", name))}
+    ignored |= _experts_elsewhere(ignored, plan, model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ignored.update(name for name, module in model.named_modules() if module is head and name)
     holds_quantized = {disk.name[: dot.start()] for disk in plan.weights for dot in re.finditer(r"\.", disk.name)}
-    found = sorted(ignored - holds_quantized, key=natural_order)
+    ignored -= holds_quantized
     if dialect is not Dialect.MODELOPT:
-        return found
+        experts = [name for name in ignored if name.endswith(".experts")]
+        ignored.update(f"{name}.0.{leaf}_proj" for name in experts for leaf in ("gate", "up", "down"))
+        return sorted(ignored, key=natural_order)
+    found = sorted(ignored, key=natural_order)
     quantized = "\n".join({disk.name.removesuffix(".weight"): None for disk in plan.weights})
     return [f"{name[:-1]}[{name[-1]}]" if name in quantized else name for name in found]
 
@@ -275,8 +247,11 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return torch.empty((), dtype=dtype).element_size() * int(torch.Size(shape).numel())
 
 
-def _require_space(destination: Path, needed: int) -> None:
-    parent = destination.absolute().parent
-    if parent.is_dir() and shutil.disk_usage(parent).free < needed:
-        free = shutil.disk_usage(parent).free
+def require_space(destination: Path, needed: int) -> None:
+    """Raise ValueError if the disk of ``destination`` has fewer free bytes than ``needed``."""
+    folder = destination.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
         raise ValueError(f"{destination}: needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there")

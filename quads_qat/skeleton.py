@@ -13,26 +13,28 @@ from torch import nn
 from quads_qat.checkpoint_io import read_json
 
 
-def skeleton(path: str | Path, disk_names: Collection[str], dtype: torch.dtype | None = None) -> nn.Module:
+def skeleton(
+    path: str | Path,
+    disk_names: Collection[str],
+    dtype: torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> nn.Module:
     """The transformers model of a checkpoint directory: parameters on meta, buffers real, no weights read.
 
     Args:
         path: directory with a config.json.
         disk_names: the names of its tensors. They decide about a prefix that the architecture may have on disk.
         dtype: of the parameters; None: the config's.
+        trust_remote_code: run the model code that the directory brings, where transformers has none.
 
     Raises:
         ValueError: an architecture that the installed transformers does not have.
     """
+    config_json = read_json(Path(path) / "config.json")
+    architecture, listed = architecture_of(path, config_json, trust_remote_code=trust_remote_code)
     import transformers
 
-    listed = read_json(Path(path) / "config.json").get("architectures") or []
-    architecture: Any = getattr(transformers, listed[0], None) if listed else None
-    if architecture is None:
-        raise ValueError(
-            f"{path}: config.json must name an architecture of transformers {transformers.__version__}, got "
-            f"architectures={listed}; install a release that has it, or correct the entry"
-        )
     try:
         config = architecture.config_class.from_pretrained(str(path))
         if hasattr(config, "quantization_config"):
@@ -44,11 +46,47 @@ def skeleton(path: str | Path, disk_names: Collection[str], dtype: torch.dtype |
         raise ValueError(
             f"{path}: transformers {transformers.__version__} cannot build {listed[0]} from config.json ({why})"
         ) from error
-    _adopt_prefix(model, disk_names)
+    adopt_prefix(model, disk_names)
     return model.eval()
 
 
-def _adopt_prefix(model: nn.Module, disk_names: Collection[str]) -> None:
+def architecture_of(path: str | Path, config: dict[str, Any], *, trust_remote_code: bool) -> tuple[Any, list[str]]:
+    """(model class, what config.json lists): of transformers, or from the directory's own code if that is trusted."""
+    import transformers
+
+    listed = config.get("architectures") or []
+    name = listed[0] if isinstance(listed, list) and listed else None
+    architecture: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if architecture is not None:
+        return architecture, listed
+    own = config.get("auto_map") if isinstance(config.get("auto_map"), dict) else {}
+    code = own.get("AutoModelForCausalLM") or own.get("AutoModel")  # pyright: ignore[reportOptionalMemberAccess]
+    if code is None:
+        raise ValueError(
+            f"{path}: config.json must name an architecture of transformers {transformers.__version__}, got "
+            f"architectures={listed}; install a release that has it, or correct the entry"
+        )
+    if not trust_remote_code:
+        raise ValueError(
+            f"{path}: {name} is not in transformers {transformers.__version__}; its code is in the directory ({code}). "
+            "Read it, then pass trust_remote_code=True (--trust-remote-code) to run it"
+        )
+    return _own_class(path, code), listed
+
+
+def _own_class(path: str | Path, code: str) -> Any:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if "--" in code:
+        raise ValueError(f"{path}: config.json takes its model code from another repository ({code}); copy it here")
+    try:
+        return get_class_from_dynamic_module(code, str(path), local_files_only=True)
+    except Exception as error:  # whatever the code raises
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path}: its model code {code} cannot be loaded ({why})") from error
+
+
+def adopt_prefix(model: nn.Module, disk_names: Collection[str]) -> None:
     """Record a prefix of names on disk (text models cut out of multimodal ones), as ``from_pretrained`` does."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import PrefixChange

@@ -160,8 +160,11 @@ def test_the_destination_must_be_new(tmp_path: Path) -> None:
 
 
 def test_a_destination_that_cannot_be_made(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 300)
+    refused("could not be written .* too long", lambda: qq.quantize_checkpoint(SOURCE, long), tmp_path)
+    long = tmp_path / ("x" * 250)  # and the temporary name beside it is too long
     refused(
-        "could not be written .* too long", lambda: qq.quantize_checkpoint(SOURCE, tmp_path / ("x" * 250)), tmp_path
+        "could not be written .* too long", lambda: qq.export_checkpoint(dense(), long, dialect="modelopt"), tmp_path
     )
 
 
@@ -189,7 +192,7 @@ def test_a_disk_that_fills_up_at_the_third_shard(
         written.append(file)
 
     monkeypatch.setattr(checkpoint_io, "save_file", save)
-    call = lambda: qq.quantize_checkpoint(SOURCE, tmp_path / "out", shard_bytes=20_000)  # noqa: E731
+    call = lambda: qq.export_checkpoint(dense(), tmp_path / "out", dialect="modelopt", shard_bytes=20_000)  # noqa: E731
     refused("out: could not be written .*No space left on device.*; nothing was left behind", call, tmp_path)
     assert len(written) == 2
 
@@ -197,9 +200,11 @@ def test_a_disk_that_fills_up_at_the_third_shard(
 LIMITED = """
 import resource, sys
 import quads_qat as qq
+from transformers import AutoModelForCausalLM
+model = qq.convert(AutoModelForCausalLM.from_pretrained(sys.argv[1]), "w4a16")
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 try:
-    qq.quantize_checkpoint(sys.argv[1], sys.argv[2], shard_bytes=int(sys.argv[3]))
+    qq.export_checkpoint(model, sys.argv[2], dialect="modelopt", shard_bytes=int(sys.argv[3]))
 except ValueError as error:
     sys.exit(f"refused: {error}")
 """
@@ -213,36 +218,6 @@ def test_a_file_that_the_system_cuts_off(tmp_path: Path) -> None:
     assert "refused: " in result.stderr, result.stderr
     assert "could not be written" in result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-KILLED = """
-import os, signal, sys
-from quads_qat import checkpoint_io
-import quads_qat as qq
-save_file, written = checkpoint_io.save_file, []
-def save(shard, file, metadata):
-    save_file(shard, file, metadata=metadata)
-    written.append(file)
-    if len(written) == 3:
-        with open(file, "r+b") as half:
-            half.truncate(os.path.getsize(file) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-checkpoint_io.save_file = save
-qq.quantize_checkpoint(sys.argv[1], sys.argv[2], shard_bytes=20_000)
-"""
-
-
-def test_a_kill_in_the_middle_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(SOURCE), str(tmp_path / "out")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".out.")
-    assert left.name.endswith(".partial")
-    assert {path.suffix for path in left.iterdir()} == {".tmp"}
-    refused("config.json is missing", lambda: qq.load_model(left))
-    qq.quantize_checkpoint(SOURCE, tmp_path / "out")  # what is left is in nobody's way
-    assert qq.verify_checkpoint(SOURCE, tmp_path / "out").ok
 
 
 # The source.
@@ -275,10 +250,33 @@ def _without_an_entry(source: Path) -> None:
 
 
 def _with_a_wrong_entry(source: Path) -> None:
+    _place(source, "model.norm.weight", min(source.glob("*.safetensors")).name)
+
+
+def _with_a_tensor_twice(source: Path) -> None:
+    placed = json.loads((source / checkpoint_io.INDEX).read_text("utf-8"))["weight_map"]
+    name, file = next((n, f) for n, f in placed.items() if list(placed.values()).count(f) > 1)
+    shutil.copy(source / file, source / "extra.safetensors")
+    _place(source, name, "extra.safetensors")
+
+
+def _place(source: Path, name: str, file: str) -> None:
     index = json.loads((source / checkpoint_io.INDEX).read_text("utf-8"))
-    index["weight_map"]["model.norm.weight"] = "model-00001-of-00009.safetensors"
-    shutil.copy(min(source.glob("*.safetensors")), source / "model-00001-of-00009.safetensors")
+    index["weight_map"][name] = file
     (source / checkpoint_io.INDEX).write_text(json.dumps(index), "utf-8")
+
+
+def _with_header(change: Callable[[str], str]) -> Callable[[Path], None]:
+    """The first shard's header changed, its data as before."""
+
+    def damage(source: Path) -> None:
+        shard = min(source.glob("*.safetensors"))
+        data = shard.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = change(data[8 : 8 + length].decode().rstrip()).encode()
+        shard.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+    return damage
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -288,8 +286,35 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "index truncated": (lambda s: _truncate(s / checkpoint_io.INDEX), "index.json: cannot be read as JSON"),
     "index empty": (lambda s: (s / checkpoint_io.INDEX).write_text("{}"), "must hold a weight_map"),
     "index is a list": (lambda s: (s / checkpoint_io.INDEX).write_text("[1]"), "must hold a JSON object"),
-    "index lacks a weight": (_without_an_entry, r"experts\.2\.up_proj\.weight and 0 more weights of .* are missing"),
+    "index lacks a weight": (_without_an_entry, r"holds .*experts\.2\.up_proj\.weight, which .* does not list"),
     "index misplaces a weight": (_with_a_wrong_entry, "lacks model.norm.weight, which the index places there"),
+    "tensor in two shards": (_with_a_tensor_twice, r"source: \S+ is in (model-|extra)\S+ and in (model-|extra)\S+; remove"),
+    "index leads out": (
+        lambda s: _place(s, "model.norm.weight", "../escape.safetensors"),
+        r"places model\.norm\.weight in '\.\./escape\.safetensors'; a shard must be a safetensors file beside the index",
+    ),
+    "index is absolute": (lambda s: _place(s, "model.norm.weight", "/etc/passwd"), "'/etc/passwd'; a shard must be"),
+    "index has NUL": (lambda s: _place(s, "model.norm.weight", "a\0.safetensors"), r"'a\\x00.safetensors'; a shard"),
+    "index names a pickle": (lambda s: _place(s, "model.norm.weight", "pytorch_model.bin"), "a shard must be a safet"),
+    "shard is a folder": (
+        lambda s: (min(s.glob("*.safetensors")).unlink(), (s / "model-00001-of-00012.safetensors").mkdir()),
+        "model-00001-of-00012.safetensors: cannot be read",
+    ),
+    "shard is a link to nowhere": (
+        lambda s: (min(s.glob("*.safetensors")).unlink(), (s / "model-00001-of-00012.safetensors").symlink_to("gone")),
+        "shard model-00001-of-00012.safetensors is missing",
+    ),
+    "shard is an LFS pointer": (
+        lambda s: min(s.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00"),
+        "a Git LFS pointer in place of the file.*git lfs pull",
+    ),
+    "header twice": (_with_header(lambda h: h[:-1] + "," + h[h.index('"', 30) :]), "is there twice"),
+    "header with NUL": (_with_header(lambda h: h.replace("lm_head", "lm\\u0000head")), r"'lm\\x00head.* is no name"),
+    "header of a dtype": (_with_header(lambda h: h.replace("BF16", "F4")), "dtype 'F4', which is not known here"),
+    "header overlaps": (_with_header(lambda h: h.replace("[0,", "[2,")), "takes .* bytes, its offsets are"),
+    "header of a shape": (_with_header(lambda h: h.replace('"shape":[', '"shape":[-1,')), "has shape"),
+    "header no JSON": (_with_header(lambda h: h[:-1]), "its header: "),
+    "header a list": (_with_header(lambda h: f"[{h}]"), "is damaged"),
     "index missing": (lambda s: (s / checkpoint_io.INDEX).unlink(), "holds neither model.safetensors nor"),
     "config missing": (lambda s: (s / "config.json").unlink(), "source: config.json is missing"),
     "config corrupt": (lambda s: (s / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
@@ -307,7 +332,11 @@ def test_broken_sources(how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already; quantize the original BF16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already; quantize the original BF16.* by fp8"),
+        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "is quantized already.* by mxfp4"),
+        ({"compression_config": {"format": "int"}}, "is quantized already.* by compression_config"),
+        ({"hidden_size": 80}, r"weight has shape \[.*\], which does not go with config.json"),
+        ({"architectures": ["logging"]}, "cannot build logging from config.json"),
         ({"architectures": ["Qwen9MoeForCausalLM"]}, r"must name an architecture of transformers .*Qwen9Moe"),
         ({"architectures": None}, r"must name an architecture of transformers .*, got architectures=\[\]"),
         ({"hidden_size": "wide"}, "cannot build Qwen3MoeForCausalLM from config.json"),

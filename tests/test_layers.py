@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "L0a",
         (
             *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
-            *("dialects", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
+            *("dialects", "engine_limits", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),

@@ -1,0 +1,246 @@
+"""A checkpoint directory while it is being made: locked, journaled, and continued after a kill.
+
+The journal is a file in the directory: one line that says what is being made, then one line for each finished shard
+with its SHA-256. A shard is written under a temporary name and renamed when it is whole and noted; config.json comes
+last of all, so nothing that a killed process leaves can be taken for a checkpoint. Whoever comes next with the same job
+keeps the shards whose hash is right and makes the others again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+JOURNAL = ".quads_qat.journal"
+TEMPORARY = ".partial"
+
+Record = tuple[int, str]
+"""Size and SHA-256 of a finished shard."""
+
+
+class Destination:
+    """The directory that :func:`open_destination` gives.
+
+    Attributes:
+        path: the directory.
+        finished: shards that were found whole, or have been finished since.
+        notes: what :meth:`note` put down, also before a kill.
+    """
+
+    def __init__(self, path: Path, journal: int, recorded: dict[str, Record], notes: dict[str, Any]) -> None:
+        self.path, self._journal, self.notes = path, journal, notes
+        self.finished = {file: record for file, record in recorded.items() if _is_whole(path / file, record)}
+        self._written = {path / file for file in recorded}
+
+    def temporary(self, file: str) -> Path:
+        """Where to write ``file``: a name that nothing has."""
+        path = self.path / (file.replace("/", "--") + TEMPORARY)
+        path.unlink(missing_ok=True)
+        return path
+
+    def finish_shard(self, file: str) -> None:
+        """Note a shard that is whole under its temporary name in the journal, and give it its own."""
+        path = self.path / f"{file}{TEMPORARY}"
+        size, digest = path.stat().st_size, sha256(path)
+        _append(self._journal, {"shard": file, "size": size, "sha256": digest})
+        self._publish(file)
+        self.finished[file] = size, digest
+
+    def note(self, key: str, value: Any) -> None:
+        """Put a result in the journal that the next run must not compute anew."""
+        self.notes[key] = value
+        _append(self._journal, {"note": key, "value": value})
+
+    def write_text(self, file: str, text: str) -> None:
+        """Write a small file, whole or not at all."""
+        with open(self.temporary(file), "x", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        self._publish(file)
+
+    def copy(self, source: Path, file: str) -> None:
+        """Copy a file, whole or not at all; ``file`` may be in folders inside the directory."""
+        folder = self.path
+        for part in Path(file).parts[:-1]:
+            folder /= part
+            if folder.is_symlink():
+                raise ValueError(f"{folder} is a symbolic link; nothing is written outside of {self.path}; remove it")
+            folder.mkdir(exist_ok=True)
+        shutil.copyfile(source, self.temporary(file))
+        self._publish(file)
+
+    def _publish(self, file: str) -> None:
+        os.replace(self.path / (file.replace("/", "--") + TEMPORARY), self.path / file)
+        self._written.add(self.path / file)
+
+    def remove_all(self) -> None:
+        """Remove what was written, and the journal."""
+        for file in (*self._written, self.path / JOURNAL):
+            file.unlink(missing_ok=True)
+            if file.parent != self.path:
+                with contextlib.suppress(OSError):
+                    file.parent.rmdir()
+
+
+@contextmanager
+def open_destination(
+    path: str | Path, job: dict[str, Any], check_space: Callable[[dict[str, Record]], None]
+) -> Iterator[Destination]:
+    """Lock ``path`` and make or continue ``job`` there. When the block ends well, the directory is the checkpoint.
+
+    When it does not, finished shards stay for the next run; without any, all that was written goes again.
+
+    Args:
+        path: a directory that is not there, is empty, or holds the same job, unfinished.
+        job: what is made, as JSON: all that the bytes depend on.
+        check_space: called with the finished shards before anything else is written.
+
+    Raises:
+        ValueError: ``path`` holds something else, another process writes there, or the system refuses to.
+    """
+    path = Path(path)
+    destination = None
+    try:
+        made = _require_usable(path)
+        if made:
+            path.mkdir()
+        with _locked_journal(path) as journal:
+            destination = Destination(path, journal, *_read_journal(path, journal, job))
+            try:
+                check_space(destination.finished)
+                yield destination
+                _sync(path)
+                (path / JOURNAL).unlink()
+            finally:
+                _remove_temporaries(path)
+                if (path / JOURNAL).exists() and not destination.finished:
+                    destination.remove_all()
+                    if made:
+                        path.rmdir()
+    except OSError as error:
+        left = (
+            "finished shards were kept: repeat the command to continue" if destination and destination.finished else ""
+        )
+        raise ValueError(
+            f"{path}: could not be written ({error.strerror or error}); {left or 'nothing was left behind'}"
+        ) from error
+
+
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
+    digest, buffer = hashlib.sha256(), bytearray(1 << 22)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def _require_usable(path: Path) -> bool:
+    """Whether the directory has to be made."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link; give the directory itself")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path.absolute().parent}: no such directory; create it first")
+    if path.exists() and not (path.is_dir() and ((path / JOURNAL).exists() or not any(path.iterdir()))):
+        raise ValueError(f"{path} exists already; remove it or choose another destination")
+    return not path.exists()
+
+
+@contextmanager
+def _locked_journal(path: Path) -> Iterator[int]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    journal = os.open(path / JOURNAL, flags, 0o666)
+    try:
+        if not _lock(journal) or not _is(journal, path / JOURNAL):  # or just finished, and removed, by another process
+            raise ValueError(f"{path}: another process is writing there; wait for it, or choose another destination")
+        yield journal
+    finally:
+        os.close(journal)
+
+
+def _lock(journal: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(opened: int, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(opened), path.stat())
+
+
+def _append(journal: int, line: dict[str, Any]) -> None:
+    data = json.dumps(line).encode() + b"\n"
+    while data:
+        data = data[os.write(journal, data) :]
+    os.fsync(journal)
+
+
+def _read_journal(path: Path, journal: int, job: dict[str, Any]) -> tuple[dict[str, Record], dict[str, Any]]:
+    """Shards that were finished, and notes; none in a new journal. A last line that was cut off does not count."""
+    text = (path / JOURNAL).read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    os.ftruncate(journal, len(whole))
+    lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()] if _is_json_lines(whole) else [{}]
+    job = json.loads(json.dumps(job))
+    if not lines:
+        if other := [file.name for file in path.iterdir() if file.name != JOURNAL]:
+            raise ValueError(f"{path} exists already and holds {other[0]}; remove it or choose another destination")
+        _append(journal, job)
+        return {}, {}
+    _require_same(path, lines[0], job)
+    shards = [line for line in lines[1:] if "shard" in line and Path(line["shard"]).name == line["shard"]]
+    notes = {line["note"]: line["value"] for line in lines[1:] if "note" in line}
+    return {line["shard"]: (line["size"], line["sha256"]) for line in shards}, notes
+
+
+def _is_json_lines(text: bytes) -> bool:
+    try:
+        return all(isinstance(json.loads(line), dict) for line in text.splitlines())
+    except ValueError:
+        return False
+
+
+def _require_same(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    if theirs == ours:
+        return
+    keys = [key for key in ours if theirs and theirs.get(key) != ours[key]]
+    different = [f"{key} is {theirs.get(key)!r}, not {ours[key]!r}" for key in keys]
+    raise ValueError(
+        f"{path} holds another job, unfinished: {'; '.join(different) or 'its journal cannot be read'}. Repeat that "
+        "one, or remove the directory"
+    )
+
+
+def _is_whole(file: Path, record: Record) -> bool:
+    if file.is_symlink() or not file.is_file() or file.stat().st_size != record[0]:
+        return False
+    return sha256(file) == record[1]
+
+
+def _remove_temporaries(path: Path) -> None:
+    for file in path.glob(f"*{TEMPORARY}"):
+        file.unlink()
+
+
+def _sync(directory: Path) -> None:
+    """Have the system put the names in a directory on the disk."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
