@@ -21,21 +21,17 @@ from torch import Tensor, nn
 import quads_qat as qq
 from benchmarks import smollm2
 from benchmarks.registry import Report, Row, benchmark
+from benchmarks.residual_report import PACKAGES, QualityReport, key, plot
 from quads_qat.config import ActivationFormat, ResidualConfig, ResidualNorm, ResidualScope
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
 TEXT = Path(__file__).parent / "texts" / "held_out.txt"
 """Written for this study, after the model was trained."""
+ERROR_ROWS = 128
+"""Tokens on which the relative error of a linear is taken."""
 FRACTIONS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 SCOPES = tuple(ResidualScope)
 NORMS = tuple(ResidualNorm)
-#: what a rollout's log-probabilities are compared with
-REFERENCES = {
-    "bf16": "the BF16 model",
-    "trainer": "the W4A16 trainer, in bf16",
-    "exact": "the rollout's own weights and arithmetic (fp32), activations not quantized",
-}
-
 Encode = Callable[[str], Tensor]
 Run = tuple[ActivationFormat | None, ResidualConfig | None]
 
@@ -105,21 +101,12 @@ def grid(scopes: Sequence[str], norms: Sequence[str], fractions: Sequence[float]
                     yield ResidualConfig(fraction=f, scope=scope, norm=norm, granularity=granularity)
 
 
-def key(record: dict[str, Any]) -> str:
-    """What a record was measured on; equal for configurations that are the same."""
-    if record["fraction"] is None:
-        return "weights only"
-    if record["fraction"] in (0.0, 1.0):
-        return "naive W4A4" if record["fraction"] == 0 else "everything"
-    return f"{record['scope']}, {record['norm']}, {record['granularity']}"
-
-
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
 @dataclass
 class Study:
-    """A rollout model, the text, and what it is compared with."""
+    """A rollout model, the text, and the log-probabilities that it is compared with, [length - 1, ids] a sequence."""
 
     rollout: nn.Module
     batches: list[Tensor]
@@ -127,19 +114,19 @@ class Study:
 
     @classmethod
     def of(cls, model: nn.Module, batches: list[Tensor]) -> Study:
-        """Quantize ``model`` (BF16, taken over) and compute the logits of all references."""
+        """Quantize ``model`` (BF16, taken over) and compute the log-probabilities of all references."""
         study = cls(model, batches)
-        study.references["bf16"] = study._logits()
+        study.references["bf16"] = study._log_probs()
         trainer = qq.convert(model, "w4a16")
-        study.references["trainer"] = study._logits()
+        study.references["trainer"] = study._log_probs()
         study.rollout = qq.convert(trainer, "w4a4_residual").float()
         study.set(None, None)
-        study.references["exact"] = study._logits()
+        study.references["exact"] = study._log_probs()
         return study
 
     @torch.no_grad()
-    def _logits(self) -> list[Tensor]:
-        return [self.rollout(ids).logits[0, :-1] for ids in self.batches]
+    def _log_probs(self) -> list[Tensor]:
+        return [self.rollout(ids).logits[0, :-1].float().log_softmax(-1) for ids in self.batches]
 
     def modules(self) -> dict[str, ResidualCompensatedLinear | ResidualCompensatedExperts]:
         """Name -> packed module."""
@@ -153,7 +140,7 @@ class Study:
 
     @torch.no_grad()
     def measure(self, activation: ActivationFormat | None, residual: ResidualConfig | None) -> dict[str, Any]:
-        """One record: gaps to every reference, perplexity, relative error of the linears (on the first sequence)."""
+        """One record: gaps to every reference, perplexity, relative error of the linears (on the first rows)."""
         self.set(activation, residual)
         start = time.perf_counter()
         gaps = {name: _Gap() for name in self.references}
@@ -165,7 +152,7 @@ class Study:
             logp, target = logits.float().log_softmax(-1), ids[0, 1:, None]
             nll.append(-logp.gather(-1, target))
             for name, gap in gaps.items():
-                gap.add(logp, self.references[name][i].float().log_softmax(-1), target)
+                gap.add(logp, self.references[name][i], target)
         worst = max(errors, key=lambda name: errors[name])
         return {
             "perplexity": torch.cat(nll).mean().exp().item(),
@@ -204,9 +191,12 @@ def _errors_of(modules: dict[str, Any], errors: dict[str, float]) -> Iterator[No
         def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
             formats = module.activation, module.residual
             module.activation, module.residual = None, None
-            expected = module.forward(*args, **kwargs)
+            first = [
+                a[..., :ERROR_ROWS, :] for a in (*args, *kwargs.values())
+            ]  # rows do not meet in a weight-only GEMM
+            expected = module.forward(*first)
             module.activation, module.residual = formats
-            errors[name] = ((out - expected).norm() / expected.norm()).item()
+            errors[name] = ((out[..., :ERROR_ROWS, :] - expected).norm() / expected.norm()).item()
 
         return hook
 
@@ -249,9 +239,6 @@ class Log:
         return any(all(r[name] == value for name, value in config.items()) for r in self.records)
 
 
-PACKAGES = ("torch", "transformers", "quads_qat")
-
-
 def config_record(residual: ResidualConfig | None) -> dict[str, Any]:
     """The part of a record that says what was measured; all None for weights only."""
     names = ("fraction", "scope", "norm", "granularity")
@@ -259,46 +246,18 @@ def config_record(residual: ResidualConfig | None) -> dict[str, Any]:
     return {name: str(v) if isinstance(v, str) else v for name, v in values.items()}
 
 
-@dataclass
-class QualityReport(Report):
-    """One row for each configuration."""
-
-    records: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def header(self) -> tuple[str, ...]:
-        columns = ("error", "KL, exact", "KL, trainer", "max, trainer", "KL, bf16", "max, bf16", "perplexity")
-        return ("rollout", "fraction", *columns)
-
-    @property
-    def legend(self) -> str:
-        return (
-            "error: relative error of the linears' outputs, mean of all modules; KL(rollout, reference) in nats a "
-            "token; max: largest gap of a token's log-probability; references: "
-            + "; ".join(f"{name} is {what}" for name, what in REFERENCES.items())
-        )
-
-    def cells(self) -> list[tuple[str, ...]]:
-        table = []
-        for r in self.records:
-            fraction = "-" if r["fraction"] is None else f"{r['fraction']:.1%}".replace(".0", "")
-            values = (f"{r['relative_error']:.4f}", f"{r['kl_exact']:.4f}", f"{r['kl_trainer']:.4f}")
-            values += (f"{r['max_trainer']:.2f}", f"{r['kl_bf16']:.4f}", f"{r['max_bf16']:.2f}")
-            table.append((key(r), fraction, *values, f"{r['perplexity']:.3f}"))
-        return table
-
-
 @benchmark("residual-quality")
 def residual_quality(
     model: Path | None = None,
     text: Path = TEXT,
-    tokens: int = 2048,
+    tokens: int = 1024,
     length: int = 512,
     scopes: str = ",".join(SCOPES),
     norms: str = ",".join(NORMS),
     fractions: str = ",".join(map(str, FRACTIONS)),
     experts: int = 0,
     log: Path | None = None,
+    figure: Path | None = None,
 ) -> Report:
     """Gap of a compensated W4A4 rollout to its trainer, by fraction, scope, norm and granularity."""
     chosen = list(grid(scopes.split(","), norms.split(","), [float(f) for f in fractions.split(",")]))
@@ -319,8 +278,11 @@ def residual_quality(
         study = Study.of(smollm2.upcycle(opened, experts) if experts else opened, batches)
         for activation, residual in missing:
             kept.add(config_record(residual) | study.measure(activation, residual))
+    if figure is not None:
+        plot(kept.records, figure)
+    upcycled = f" as {experts} experts" if experts else ""
     report = QualityReport(
-        title=f"Gap of compensated rollouts, {settings['model']}, {tokens} tokens of {text.name}",
+        title=f"Gap of compensated rollouts: {settings['model']}{upcycled}, {tokens} tokens of {text.name}",
         unit_count=tokens,
         unit="tokens",
         packages=PACKAGES,

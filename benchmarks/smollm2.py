@@ -70,8 +70,9 @@ def forget_gguf(model: Any) -> None:
 def upcycle(dense: Any, experts: int = 8, seed: int = 0) -> nn.Module:
     """A Mixtral whose logits are those of ``dense`` (a Llama without biases): every expert is a copy of its MLP.
 
-    Experts come in twins with equal router rows, so the two that a token chooses are twins, each weighs exactly one
-    half after renormalisation, and y / 2 + y / 2 is y in every dtype. Which twins, that depends on the token.
+    Experts come in twins with equal router rows, so the two that a token chooses are twins, each weighs one half after
+    renormalisation, and y / 2 + y / 2 is y in every dtype. Which twins, that depends on the token. What remains is the
+    order in which GEMMs with other numbers of rows and columns sum.
 
     Args:
         dense: a LlamaForCausalLM.

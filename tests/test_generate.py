@@ -33,6 +33,7 @@ BATCH_INVARIANT = pytest.mark.parametrize(
         ("gpt_oss", "block", torch.bfloat16),
         ("llama", "token", torch.float32),
         ("llama", "block", torch.bfloat16),
+        ("qwen3_moe", "weights only", torch.float32),
     ],
 )
 
@@ -60,6 +61,8 @@ def _sum_in_float64():
 def rollout(arch: str, scope: str = "token", dtype: torch.dtype = torch.float32) -> Any:
     model = tiny_model(arch, dtype=dtype)
     model.generation_config.eos_token_id = None  # a random model ends at random
+    if scope == "weights only":
+        return qq.convert(model, "w4a4_residual", weights_only=True)
     return qq.convert(model, "w4a4_residual", residual=qq.ResidualConfig(fraction=0.5, scope=scope))
 
 
