@@ -1,0 +1,75 @@
+"""``grouped_matmul``: rows sorted by expert, each multiplied with its expert's packed weights, in one launch.
+
+Programs find their expert on the device: the ends of the groups are never read by the host, and experts without rows
+cost nothing. A grid covers the most tiles that any split of the rows can need; what is too much ends at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from quads_qat.kernels.decode import RUN, to_tensor_core_order
+from quads_qat.kernels.matmul import Narrow, Wide, _aligned, device_of, launch
+
+
+def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide:
+    """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert."""
+    mean = triton.cdiv(m, max(1, min(experts, m)))
+    if not ordered and (mean * terms <= 8 or k % RUN):
+        columns = 8 if mean * terms <= 8 else 16
+        return Narrow(32, columns, 16, 1, 4) if n >= 1024 else Narrow(16, columns, 16, 2, 4)
+    columns = min(max(16, triton.next_power_of_2(mean)), 128)
+    return Wide(
+        128 if columns > 16 else 64, columns, 16 if columns * terms <= 64 else 8, 8 if columns > 16 else 4, 3, 1
+    )
+
+
+def grouped_matmul(
+    x: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    *,
+    row_scale: Tensor | None = None,
+    ordered: bool = False,
+    dtype: torch.dtype | None = None,
+    config: Narrow | Wide | None = None,
+    assembly: bool = True,
+) -> Tensor:
+    """Row i of y is ``sum over terms of (row_scale * x[term, i]) @ W[e].T + bias[e]`` for its expert e.
+
+    Args:
+        x: [T, M, K] bf16, T = 1 or 2, rows sorted by expert, last dim contiguous.
+        qdata: [E, N, K/2] uint8.
+        block_scale: [E, N, K/16] float8_e4m3fn.
+        per_tensor_scale: [] or [E] float32.
+        ends: [E] int32, the row after each expert's last; rows from ``ends[-1]`` on are left as zeros.
+        bias: [E, N] or None.
+        row_scale: [T, M] float32 or None.
+        ordered: K of ``x`` is in tensor-core order.
+        dtype: of y; None: x's.
+        config: instead of ``configuration``'s, for tuning.
+        assembly: decode with inline assembly; plain operations give the same bits.
+
+    Returns:
+        y [M, N].
+    """
+    terms, m, k = x.shape
+    experts, n = qdata.shape[:2]
+    y = torch.zeros(m, n, dtype=dtype or x.dtype, device=x.device)
+    if y.numel() == 0 or experts == 0:
+        return y
+    config = config or configuration(m, n, k, experts, terms, ordered)
+    x = _aligned(x)
+    if isinstance(config, Wide) and not ordered:
+        x = to_tensor_core_order(x, device_of(x)[1])
+    columns = config.columns // terms if isinstance(config, Narrow) else config.columns
+    used = min(experts, m)
+    tiles = used + (m - used) // columns  # each expert with rows has one tile, and one more for every `columns` rows
+    grid = triton.cdiv(n, config.rows), tiles
+    launch(config, grid, x, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
+    return y

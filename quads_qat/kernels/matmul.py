@@ -1,0 +1,299 @@
+"""``y = (x1 + x2) @ W.T``: the GEMM of packed weights, W4A16, W4A4 and compensated, for any number of rows.
+
+Which of three roads is taken depends on the shape alone, by crossovers measured on an H200 (benchmarks/RESULTS.md):
+few rows *narrow*, some hundred rows *wide*, beyond that the weight is decoded once and cuBLAS multiplies. The bits of a
+row of y are the same for every number of rows that takes the same line of ``configuration``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quads_qat.config import Recipe
+from quads_qat.kernels import numerics as num
+from quads_qat.kernels.decode import RUN, to_tensor_core_order
+from quads_qat.kernels.dequantize import dequantize
+from quads_qat.kernels.launch import scale_pointer
+from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Rows of W, columns (terms times rows of x), blocks a warp and step, slices of K (one a warp), stages."""
+
+    rows: int
+    columns: int
+    blocks: int
+    slices: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Rows of W, columns (rows of x), blocks a step, warps, stages, programs that share a tile."""
+
+    rows: int
+    columns: int
+    blocks: int
+    warps: int
+    stages: int
+    splits: int
+
+
+MOST_NARROW_COLUMNS = 16
+
+
+@lru_cache(maxsize=4096)
+def configuration(m: int, n: int, k: int, terms: int, processors: int, ordered: bool) -> Narrow | Wide | None:
+    """Which kernel multiplies m rows in ``terms`` terms with W [n, k], and its tiles; None: decode once, then cuBLAS.
+
+    ``ordered``: x is in tensor-core order already, which only the wide kernel takes.
+    """
+    if m * terms <= MOST_NARROW_COLUMNS and not ordered:
+        return _narrow(m, n, terms)
+    if k % RUN or (m > (512 if n * k >= 1 << 25 else 128) and not ordered):
+        return None
+    return _wide(m, n, k, terms, processors)
+
+
+def _narrow(m: int, n: int, terms: int) -> Narrow:
+    columns = 8 if m * terms <= 8 else 16
+    if n < 4096:
+        return Narrow(16, columns, 16, 4, 4 if columns == 8 else 3)
+    if m * terms == 1:
+        return Narrow(32, 8, 8, 4, 4)
+    if columns == 8:
+        return Narrow(32, 8, 16, 2, 4) if n < 16384 else Narrow(32, 8, 16, 4, 3)
+    return Narrow(32, 16, 16, 4, 3) if n < 16384 else Narrow(32, 16, 16, 1, 3)
+
+
+def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
+    columns = min(max(16, triton.next_power_of_2(m)), 256 if terms == 1 else 128)
+    rows = 64 if columns == 16 or (n < 4096 and columns <= 64) else 128
+    blocks = 16 if columns * terms <= 64 else 8
+    tiles = triton.cdiv(n, rows) * triton.cdiv(m, columns)
+    steps = triton.cdiv(k // 16, blocks)
+    target = 4 * processors if columns == 16 else processors
+    splits = min(4, steps, max(1, target // tiles))
+    return Wide(rows, columns, blocks, rows // 16, 3, 1 << (splits.bit_length() - 1))
+
+
+@lru_cache(maxsize=64)
+def _device(index: int) -> tuple[int, bool]:
+    """(multiprocessors, whether programmatic dependent launch exists)."""
+    if num.INTERPRETED.value:
+        return 4, False
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.major >= 9
+
+
+def device_of(x: Tensor) -> tuple[int, bool]:
+    """(multiprocessors, whether programmatic dependent launch exists) where ``x`` lies."""
+    return _device(x.device.index or 0)
+
+
+_COUNTERS: dict[tuple[int, int], Tensor] = {}
+_RESERVE: dict[int, Tensor] = {}
+_RESERVED = 1 << 20
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """``count`` int32 zeros, which a launch leaves as zeros and shares with no launch that may run beside it.
+
+    Calls of one stream take turns and share theirs. A captured launch replays on any stream, so each gets its own from
+    a reserve; once that is used up, from a memset in the graph.
+    """
+    if device.type == "cpu":
+        return torch.zeros(count, dtype=torch.int32)
+    index = device.index or 0
+    if torch.cuda.is_current_stream_capturing():
+        reserve = _RESERVE.get(index)
+        if reserve is None or reserve.numel() < count:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _RESERVE[index] = reserve[count:]
+        return reserve[:count]
+    if index not in _RESERVE:
+        _RESERVE[index] = torch.zeros(_RESERVED, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # once: graphs that take from it may replay on other streams
+    key = index, torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get(key)
+    if found is None or found.numel() < count:
+        found = _COUNTERS[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return found
+
+
+def matmul(
+    x: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    row_scale: Tensor | None = None,
+    ordered: bool = False,
+    recipe: Recipe = Recipe.ALIGNED,
+    dtype: torch.dtype | None = None,
+    config: Narrow | Wide | None = None,
+    assembly: bool = True,
+) -> Tensor:
+    """``sum over terms of (row_scale * x[term]) @ W.T + bias`` with W = code * block_scale * per_tensor_scale.
+
+    Products are exact and summed in fp32, term by term; the sum is rounded once.
+
+    Args:
+        x: [T, M, K] bf16, T = 1 or 2, last dim contiguous.
+        qdata: [N, K/2] uint8.
+        block_scale: [N, K/16] float8_e4m3fn.
+        per_tensor_scale: [] float32.
+        bias: [N] or None.
+        row_scale: [T, M] float32 or None.
+        ordered: K of ``x`` is in tensor-core order (``decode.to_tensor_core_order``).
+        recipe: of W. ALIGNED's scale is a power of two.
+        dtype: of y; None: x's.
+        config: instead of ``configuration``'s, for tuning.
+        assembly: decode with inline assembly; plain operations give the same bits.
+
+    Returns:
+        y [M, N].
+    """
+    terms, m, k = x.shape
+    n = qdata.shape[0]
+    dtype = dtype or x.dtype
+    if m * n == 0:
+        return x.new_empty(m, n, dtype=dtype)
+    processors, pdl = device_of(x)
+    config = config or configuration(m, n, k, terms, processors, ordered)
+    if config is None:
+        return _decode_and_multiply(x, qdata, block_scale, per_tensor_scale, bias, row_scale, recipe, dtype)
+    x = _aligned(x)
+    if isinstance(config, Wide) and not ordered:
+        x = to_tensor_core_order(x, pdl)
+    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    grid = (triton.cdiv(n, config.rows),)
+    launch(config, grid, x, qdata, block_scale, per_tensor_scale, bias, row_scale, None, y, assembly)
+    return y
+
+
+def launch(
+    config: Narrow | Wide,
+    grid: tuple[int, ...],
+    x: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    ends: Tensor | None,
+    y: Tensor,
+    assembly: bool,
+) -> None:
+    """Run a kernel; ``grid`` of the narrow one as it is, of the wide one the tiles of W (``grid[0]``) and of x."""
+    terms, m, k = x.shape
+    n, blocks = qdata.shape[-2], k // 16
+    interpreted = num.INTERPRETED.value
+    pdl = device_of(x)[1]
+    words = qdata.contiguous().view(torch.int32)
+    scales = block_scale.contiguous().view(torch.uint8)
+    pointers = [x, words, scales, scale_pointer(per_tensor_scale), x if row_scale is None else row_scale]
+    pointers += [x if bias is None else bias, x if ends is None else ends, y]
+    groups = 0 if ends is None else ends.numel()
+    options = {
+        "TERMS": terms,
+        "GROUPS": triton.next_power_of_2(groups) if groups else 0,
+        "SCALE_PER_GROUP": per_tensor_scale.numel() > 1,
+        "ROW_SCALE": row_scale is not None,
+        "BIAS": bias is not None,
+        "ASSEMBLY": assembly and not interpreted,
+        "PDL": pdl,
+        "DTYPE": tl.float32 if interpreted else tl.bfloat16,
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "BLOCKS": config.blocks,
+        "STAGES": config.stages,
+        "num_stages": config.stages,
+    }
+    if pdl:
+        options["launch_pdl"] = True
+    if isinstance(config, Narrow):
+        narrow_kernel[grid](
+            *pointers,
+            m,
+            n,
+            blocks,
+            groups,
+            x.stride(1),
+            x.stride(0),
+            SLICES=config.slices,
+            ONE_ROW=m * terms == 1 and not groups,
+            EVEN=n % config.rows == 0 and blocks % (config.blocks * config.slices) == 0,
+            num_warps=config.slices,
+            **options,
+        )
+        return
+    tiles = grid[0] * (grid[1] if len(grid) > 1 else triton.cdiv(m, config.columns))
+    steps = triton.cdiv(blocks, config.blocks)
+    if config.splits > 1:
+        size = tiles * config.splits * config.rows * config.columns
+        workspace, counter = torch.empty(size, device=x.device), counters(x.device, tiles)
+    else:
+        workspace = counter = y
+    wide_kernel[tiles, config.splits](
+        *pointers,
+        workspace,
+        counter,
+        m,
+        n,
+        blocks,
+        groups,
+        triton.cdiv(steps, config.splits),
+        x.stride(1),
+        x.stride(0),
+        SPLITS=config.splits,
+        EVEN=n % config.rows == 0 and blocks % config.blocks == 0,
+        num_warps=config.warps,
+        **options,
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` with rows that start at multiples of 16 bytes, for vector loads; a copy only where they do not."""
+    if x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _decode_and_multiply(
+    x: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> Tensor:
+    """W decoded once, then cuBLAS; in fp32 where something follows the product."""
+    aligned = recipe is Recipe.ALIGNED  # then the decoded weights are exact in bf16, else code * block_scale is
+    p = per_tensor_scale if aligned else torch.ones_like(per_tensor_scale)
+    w = dequantize(qdata, block_scale, p, p, recipe=Recipe.ALIGNED, dtype=torch.bfloat16)
+    if x.shape[0] == 1 and row_scale is None and aligned and dtype == x.dtype:
+        return F.linear(x[0], w, None if bias is None else bias.to(dtype))
+    total = torch.zeros(x.shape[1], w.shape[0], device=x.device)
+    for term in range(x.shape[0]):
+        if x.is_cuda:
+            part = torch.mm(x[term], w.t(), out_dtype=torch.float32)
+        else:
+            part = x[term].float() @ w.float().t()
+        total += part if row_scale is None else part * row_scale[term][:, None]
+    if not aligned:
+        total *= per_tensor_scale
+    if bias is not None:
+        total += bias.float()
+    return total.to(dtype)
