@@ -150,6 +150,27 @@ def check_gemm(who: str, x: Tensor, weight: NVFP4Tensor) -> None:
         raise ValueError(f"{who}: the weight is on {weight.device}, x on {x.device}; move one of them")
 
 
+def check_grouped_gemm(who: str, x: Tensor, weight: NVFP4Tensor, offs: Tensor) -> None:
+    """X is [M, K], ``weight`` [E, N, K], ``offs`` [E] int32 that rises to M, all on one device."""
+    check_input(who, x)
+    if x.ndim != 2 or len(weight.shape) != 3 or weight.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"{who}: x must be [M, K] and weight [E, N, K], got x.shape={tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}; flatten x to rows sorted by expert"
+        )
+    if offs.dtype != torch.int32 or offs.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{who}: offs must be int32 [E={weight.shape[0]}] (the row after each expert's last), got {offs.dtype} "
+            f"{tuple(offs.shape)}; torch.cumsum(counts, 0, dtype=torch.int32) makes one"
+        )
+    if not weight.device == offs.device == x.device:
+        raise ValueError(f"{who}: x is on {x.device}, weight on {weight.device}, offs on {offs.device}; move them")
+    if can_look(offs) and len(offs):
+        ends = offs.tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] != x.shape[0]:
+            raise ValueError(f"{who}: offs must rise to the number of rows {x.shape[0]}, got {ends}")
+
+
 def check_activation(who: str, x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> None:
     """A static scale has its amax, and on a CPU x is finite."""
     if activation.scale is ActivationScale.STATIC and input_amax is None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads_qat import checks, library, reference_matmul
+from quads_qat import checks, gemms, library, reference_matmul
 from quads_qat.config import (
     ActivationFormat,
+    ActivationScale,
     Backend,
     Recipe,
     ResidualConfig,
@@ -200,9 +201,17 @@ def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
 
 
-def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` in x's dtype: x [..., K], weight [N, K] -> [..., N]. Weight-only."""
+def linear_w4a16(
+    x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, *, backend: Backend | str = Backend.AUTO
+) -> Tensor:
+    """``x @ dequantize(weight).T + bias`` in x's dtype: x [..., K], weight [N, K] -> [..., N]. Weight-only.
+
+    Backends differ in the order of the fp32 sum. On a GPU it is fixed, so that the same call gives the same bits, and
+    a row's bits do not depend on other rows or, within a line of ``kernels.matmul.configuration``, on how many.
+    """
     checks.check_gemm("linear_w4a16", x, weight)
+    if _resolve(backend, x) == "triton":
+        return gemms.linear_w4a16(x, weight, bias)
     return reference_matmul.linear_w4a16(x, weight, bias)
 
 
@@ -213,6 +222,7 @@ def linear_w4a4(
     *,
     activation: ActivationFormat | None = None,
     input_amax: Tensor | None = None,
+    backend: Backend | str = Backend.AUTO,
 ) -> Tensor:
     """``Q(x) @ weight.T + bias``: accumulated in fp32, rounded once to x's dtype.
 
@@ -222,6 +232,7 @@ def linear_w4a4(
         bias: [N] or None.
         activation: recipe and scale of Q; None: ALIGNED, per token.
         input_amax: [] amax that a static activation scale is made from.
+        backend: backends differ in the order of the sum, not in the operands.
 
     Returns:
         [..., N] in x's dtype.
@@ -229,6 +240,8 @@ def linear_w4a4(
     activation = activation or ActivationFormat()
     checks.check_gemm("linear_w4a4", x, weight)
     checks.check_activation("linear_w4a4", x, activation, input_amax)
+    if _resolve(backend, x) == "triton":
+        return gemms.linear_w4a4(x, weight, bias, activation, input_amax)
     return reference_matmul.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
 
 
@@ -241,6 +254,7 @@ def residual_linear(
     activation: ActivationFormat | None = None,
     input_amax: Tensor | None = None,
     mask: Tensor | None = None,
+    backend: Backend | str = Backend.AUTO,
 ) -> Tensor:
     """``Q(x) @ weight.T + Q(m * (x - Q(x))) @ weight.T + bias``: the compensated W4A4 linear of QUADS.
 
@@ -252,6 +266,7 @@ def residual_linear(
         activation: recipe and scale of Q; None: ALIGNED, per token.
         input_amax: [] amax of a static activation scale.
         mask: [K] bool, the fixed mask of scope ``static``.
+        backend: backends differ in the order of the sum, not in the operands.
 
     Returns:
         [..., N] in x's dtype.
@@ -273,6 +288,93 @@ def residual_linear(
             raise ValueError(
                 f"residual_linear: mask must be bool [K={x.shape[-1]}], got {mask.dtype} {tuple(mask.shape)}"
             )
+    if _resolve(backend, x) == "triton":
+        return gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask)
     return reference_matmul.residual_linear(
         x, weight, residual, bias, activation=activation, input_amax=input_amax, mask=mask
     )
+
+
+def grouped_linear_w4a16(
+    x: Tensor, weight: NVFP4Tensor, offs: Tensor, bias: Tensor | None = None, *, backend: Backend | str = Backend.AUTO
+) -> Tensor:
+    """:func:`linear_w4a16` of each expert with its own rows; no value of ``offs`` is read by the host on a GPU.
+
+    Args:
+        x: [M, K], rows sorted by expert.
+        weight: [E, N, K].
+        offs: [E] int32, the row after each expert's last; ``offs[-1]`` = M. Experts may have no rows.
+        bias: [E, N] or None.
+        backend: backends differ in the order of the sum, not in the operands.
+
+    Returns:
+        [M, N] in x's dtype.
+
+    >>> q = quantize(torch.randn(2, 8, 32))
+    >>> grouped_linear_w4a16(torch.randn(3, 32), q, torch.tensor([1, 3], dtype=torch.int32)).shape
+    torch.Size([3, 8])
+    """
+    checks.check_grouped_gemm("grouped_linear_w4a16", x, weight, offs)
+    if _resolve(backend, x) == "triton":
+        return gemms.linear_w4a16(x, weight, bias, offs)
+    return reference_matmul.grouped_linear_w4a16(x, weight, offs, bias)
+
+
+def grouped_linear_w4a4(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationFormat | None = None,
+    input_amax: Tensor | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> Tensor:
+    """:func:`linear_w4a4` of each expert with its own rows: arguments as there and in :func:`grouped_linear_w4a16`.
+
+    An activation scale ``per_tensor`` is one for the rows of each expert; on a GPU it makes the host read ``offs``.
+    """
+    activation = activation or ActivationFormat()
+    checks.check_grouped_gemm("grouped_linear_w4a4", x, weight, offs)
+    checks.check_activation("grouped_linear_w4a4", x, activation, input_amax)
+    per_row = activation.scale is not ActivationScale.PER_TENSOR
+    if per_row and _resolve(backend, x) == "triton":
+        return gemms.linear_w4a4(x, weight, bias, activation, input_amax, offs)
+
+    def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
+        return linear_w4a4(rows, w, b, activation=activation, input_amax=input_amax, backend=backend)
+
+    return reference_matmul.grouped(x, weight, offs, bias, of_expert)
+
+
+def grouped_residual_linear(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    offs: Tensor,
+    residual: ResidualConfig,
+    bias: Tensor | None = None,
+    *,
+    activation: ActivationFormat | None = None,
+    input_amax: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> Tensor:
+    """:func:`residual_linear` of each expert with its own rows: arguments as there and in the grouped functions above.
+
+    ``mask`` is [K], or [E, K] with a mask for each expert. Scope ``batch`` ranks the rows of each expert apart; it, a
+    mask for each expert and an activation scale ``per_tensor`` make the host read ``offs`` on a GPU.
+    """
+    activation = activation or ActivationFormat()
+    checks.check_grouped_gemm("grouped_residual_linear", x, weight, offs)
+    checks.check_activation("grouped_residual_linear", x, activation, input_amax)
+    one_mask = mask is None or mask.ndim == 1
+    independent = residual.scope is not ResidualScope.BATCH and activation.scale is not ActivationScale.PER_TENSOR
+    if independent and one_mask and _resolve(backend, x) == "triton":
+        return gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask, offs)
+
+    def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
+        fixed = mask if mask is None or mask.ndim == 1 else mask[expert]
+        options = {"activation": activation, "input_amax": input_amax, "backend": backend}
+        return residual_linear(rows, w, residual, b, mask=fixed, **options)
+
+    return reference_matmul.grouped(x, weight, offs, bias, of_expert)

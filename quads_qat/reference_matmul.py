@@ -9,6 +9,8 @@ Arguments are checked in ``ops``, not here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +68,34 @@ def _matmul(a: Tensor, weight: NVFP4Tensor, bias: Tensor | None, dtype: torch.dt
         for term in more:
             out = out + term @ w
         return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def grouped(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    of_expert: Callable[[Tensor, NVFP4Tensor, Tensor | None, int], Tensor],
+) -> Tensor:
+    """``of_expert(rows, weight, bias, e)`` of each expert that has rows: x [M, K], weight [E, N, K], offs [E] ends."""
+    out, start = x.new_empty(x.shape[0], weight.shape[1]), 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            own = None if bias is None else bias[expert]
+            out[start:end] = of_expert(x[start:end], _expert(weight, expert), own, expert)
+        start = max(start, end)
+    return out
+
+
+def grouped_linear_w4a16(x: Tensor, weight: NVFP4Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear_w4a16` of each expert with its own rows."""
+    return grouped(x, weight, offs, bias, lambda rows, w, b, _: linear_w4a16(rows, w, b))
+
+
+def _expert(q: NVFP4Tensor, expert: int) -> NVFP4Tensor:
+    scales = (s if s.ndim == 0 else s[expert] for s in (q.per_tensor_scale, q.stored_scale))
+    p, stored = scales
+    return NVFP4Tensor(q.qdata[expert], q.block_scale[expert], p, q.recipe, stored)
 
 
 def quantize_activation(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None = None) -> NVFP4Tensor:

@@ -1,0 +1,146 @@
+"""The GEMMs of packed weights on a GPU: operands for ``kernels.matmul``, and its operator. ``ops`` checks arguments.
+
+The specification is ``reference_matmul``. bf16 inputs and ``Recipe.ALIGNED`` weights are multiplied as they are packed;
+what the kernels do not know (fp32 and fp16 inputs of W4A16, other recipes there, whose decoded weights are rounded to
+x's dtype, gradients) is decoded first and multiplied by cuBLAS: the same operands, more traffic.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quads_qat import library, reference_matmul
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig
+from quads_qat.qtensor import NVFP4Tensor
+
+
+def _matmul(
+    x: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    offs: Tensor | None,
+    recipe: str,
+    dtype: torch.dtype,
+    ordered: bool = False,
+) -> Tensor:
+    from quads_qat.kernels.grouped_matmul import grouped_matmul
+    from quads_qat.kernels.matmul import matmul as dense
+
+    operands = x, qdata, block_scale, per_tensor_scale
+    if offs is not None:
+        return grouped_matmul(*operands, offs, bias, row_scale=row_scale, ordered=ordered, dtype=dtype)
+    return dense(*operands, bias, row_scale=row_scale, ordered=ordered, recipe=Recipe(recipe), dtype=dtype)
+
+
+def _matmul_meta(
+    x: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    offs: Tensor | None,
+    recipe: str,
+    dtype: torch.dtype,
+    ordered: bool = False,
+) -> Tensor:
+    return x.new_empty((x.shape[1], qdata.shape[-2]), dtype=dtype)
+
+
+_matmul_op = library._define("matmul", _matmul, _matmul_meta)
+
+
+def _multiply(
+    terms: Tensor,
+    weight: NVFP4Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Terms [T, M, K] times the weight -> [M, N] in ``dtype``."""
+    parts = weight.qdata, weight.block_scale, weight.per_tensor_scale
+    bias = None if bias is None else bias.detach()
+    return _matmul_op(terms, *parts, bias, row_scale, offs, weight.recipe.value, dtype)
+
+
+def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, offs: Tensor | None = None) -> Tensor:
+    """``reference_matmul.linear_w4a16`` and, with ``offs``, ``grouped_linear_w4a16``."""
+    packed = x.dtype == torch.bfloat16 and weight.recipe is Recipe.ALIGNED
+    if packed and not (torch.is_grad_enabled() and x.requires_grad):
+        rows = x.reshape(-1, x.shape[-1])
+        return _multiply(rows[None], weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
+    parts = weight.qdata, weight.block_scale, weight.per_tensor_scale, weight.stored_scale
+    decoded = library.dequantize(*parts, weight.recipe.value, x.dtype, "triton")
+    if offs is None:
+        return F.linear(x, decoded, bias)
+    out = F.grouped_mm(x, decoded.mT, offs=offs)
+    return out if bias is None else out + _bias_of_rows(bias, offs, len(x)).to(out.dtype)
+
+
+def _bias_of_rows(bias: Tensor, offs: Tensor, rows: int) -> Tensor:
+    expert = torch.searchsorted(offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True)
+    return bias[expert.clamp(max=len(bias) - 1)]
+
+
+def _operand(q: NVFP4Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+    """Codes of activations [M, K] as bf16, exact, and what their rows are still to be multiplied with, [M]."""
+    if q.recipe is Recipe.ALIGNED:  # a power of two: exact in bf16 as well
+        parts, p = (q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale), None
+    else:
+        one = torch.ones((), device=q.device)
+        parts, p = (q.qdata, q.block_scale, one, one), q.per_tensor_scale.reshape(-1).expand(rows)
+    return library.dequantize(*parts, Recipe.ALIGNED.value, torch.bfloat16, "triton"), p
+
+
+def _quantized(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> NVFP4Tensor:
+    if activation.scale is ActivationScale.STATIC:
+        amax = input_amax
+    else:
+        amax = library.amax([x], [-1] if activation.scale is ActivationScale.PER_TOKEN else None, "triton")
+    recipe = activation.recipe
+    qdata, block_scale, p, stored = library.quantize(x, None, amax, recipe.value, "triton")
+    return NVFP4Tensor(qdata, block_scale, p, recipe, stored if stored.numel() else p)
+
+
+def linear_w4a4(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    bias: Tensor | None,
+    activation: ActivationFormat,
+    input_amax: Tensor | None,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """``reference_matmul.linear_w4a4`` and, with ``offs``, ``grouped_linear_w4a4`` where each row has its own scale."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    operand, p = _operand(_quantized(rows, activation, input_amax), len(rows))
+    y = _multiply(operand[None], weight, bias, None if p is None else p[None].contiguous(), offs, x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[-2])
+
+
+def residual_linear(
+    x: Tensor,
+    weight: NVFP4Tensor,
+    residual: ResidualConfig,
+    bias: Tensor | None,
+    activation: ActivationFormat,
+    input_amax: Tensor | None,
+    mask: Tensor | None,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """``reference_matmul.residual_linear`` and, with ``offs``, ``grouped_residual_linear`` where rows are independent.
+
+    Both terms meet each tile of the weight while it is decoded: one pass over the weights.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)
+    operands = [_operand(q, len(rows)) for q in both if q is not None]
+    terms = torch.stack([operand for operand, _ in operands])
+    scales = [p for _, p in operands if p is not None]
+    y = _multiply(terms, weight, bias, torch.stack(scales) if scales else None, offs, x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[-2])
