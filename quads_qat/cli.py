@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ def main() -> None:
     except (ValueError, TypeError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted; nothing half-written was kept")
+        fail("interrupted; what was finished is kept if the same command can continue it, nothing half-written is")
     raise SystemExit(code or 0)
 
 
@@ -144,37 +145,38 @@ def _demo_table(result: dict[str, Any], directory: Path) -> None:
 @app.command()
 def quantize(
     source: Annotated[Path, typer.Argument(help="BF16 checkpoint directory (safetensors).")],
-    destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make, or to continue after an interruption.")],
     dialect: Annotated[Dialect, typer.Option(help="Which names and config engines find.")] = Dialect.MODELOPT,
     recipe: Annotated[Recipe, typer.Option(help="Which arithmetic.")] = Recipe.ALIGNED,
     scope: Annotated[Scope, typer.Option(help="Which modules.")] = Scope.ALL,
     include: Names = None,
     exclude: Names = None,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="W4A16. Required: W4A4 needs activations.")
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="W4A16: no activation scales.")] = False,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="W4A4: observe activations on this text file. Builds the model.")
+    ] = None,
+    activations_from: Annotated[
+        Path | None, typer.Option(help="W4A4: take the activation scales of this NVFP4 checkpoint.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: one a core, at most 8.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    max_shard_size: Annotated[str, typer.Option(help="Size of an output file.")] = "5GB",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize a BF16 checkpoint into an NVFP4 one."""
-    if not weights_only:
+    """Quantize a BF16 checkpoint into an NVFP4 one, however large. Run it again to continue after an interruption."""
+    if weights_only + (calibrate is not None) + (activations_from is not None) != 1:
         fail(
             "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; pass --weights-only "
-            "for a W4A16 checkpoint, or observe activations in Python and call "
-            "quads_qat.export_checkpoint(model, path, dialect=..., activations='observed')"
+            "for a W4A16 checkpoint, or one of --calibrate and --activations-from for a W4A4 one"
         )
     from quads_qat.load import Checkpoint
     from quads_qat.quantize import quantize_checkpoint
 
     _quiet_transformers()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-        task = progress.add_task(source.name, total=None)
+    with _progress_of(source) as progress:
         quantize_checkpoint(
             source,
             destination,
@@ -183,7 +185,13 @@ def quantize(
             scope=scope,
             include=include or (),
             exclude=exclude or (),
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            activations="none" if activations_from is None else activations_from,
+            calibrate=calibrate,
+            shard_bytes=_bytes(max_shard_size),
+            workers=workers,
+            device=_device(device),
+            trust_remote_code=trust_remote_code,
+            progress=progress,
         )
     written = Checkpoint.open(destination)
     summary = {
@@ -199,6 +207,25 @@ def quantize(
         out.print(
             f"{destination}: {summary['quantized']} weights quantized, {summary['bytes'] / 1e6:,.1f} MB", soft_wrap=True
         )
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B", size.strip().upper())
+    if match is None or not float(match[1]):
+        fail(f"--max-shard-size must be a number > 0 with KB, MB, GB or TB, got {size!r}")
+    return max(1, int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")))
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        fail(f"--device must be cpu or cuda, got {name!r}")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        fail(f"--device {name} cannot be used: {str(error).splitlines()[0]}")
+    return name
 
 
 @app.command()
@@ -241,7 +268,16 @@ def _progress_of(source: Path) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task(source.name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        began = False
+
+        def report(done: int, total: int) -> None:
+            nonlocal began
+            if not began:  # what was done before counts for the bar, not for the rate
+                bar.reset(task, completed=done, total=total)
+                began = True
+            bar.update(task, completed=done)
+
+        yield report
 
 
 def _say_written(destination: Path, as_json: bool) -> None:

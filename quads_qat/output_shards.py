@@ -145,8 +145,9 @@ def _run(pool: ThreadPoolExecutor, destination: Destination, todo: list[Shard], 
                 settle(ahead)
         settle(0)
     finally:
-        for future in pending:
-            future.cancel()
+        for future, (_, unit) in pending.items():
+            if unit is not None:  # a shard that has all its units is finished even now
+                future.cancel()
         wait(pending)
         for writer in writers.values():
             writer.close()

@@ -1,0 +1,327 @@
+"""Contract under test: a killed ``quantize_checkpoint`` leaves nothing that looks whole, and the next call with the
+same arguments gives the files that an uninterrupted one gives, byte for byte; finished shards are verified and kept."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import CHECKPOINTS, rewritten, tensors
+
+import quads_qat as qq
+from quads_qat import safetensors_file
+from quads_qat.resume import JOURNAL
+
+SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
+OPTIONS: dict[str, Any] = {"shard_bytes": 20_000, "workers": 1}
+
+
+def quantize(out: Path, **changed: Any) -> None:
+    qq.quantize_checkpoint(changed.pop("source", SOURCE), out, **(OPTIONS | changed))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an uninterrupted run writes."""
+    out = tmp_path_factory.mktemp("expected") / "out"
+    quantize(out)
+    found = contents(out)
+    assert len([name for name in found if name.endswith(".safetensors")]) > 10
+    assert JOURNAL not in found
+    return found
+
+
+# What a process does to the disk, in order; a child is killed at the n-th of them, in the middle of a write.
+EVENTS = ("pwrite", "write", "replace", "fsync", "ftruncate", "mkdir", "unlink")
+
+
+def in_child(call: Callable[[], None], kill_at: int | None) -> int:
+    """Run ``call`` in a forked process that SIGKILLs itself at its n-th event; returns how many events there were."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)  # the OpenMP threads of the parent are not here
+        count = 0
+
+        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def event(*arguments: Any, **options: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == kill_at:
+                    if original.__name__ in ("pwrite", "write"):
+                        original(arguments[0], arguments[1][: len(arguments[1]) // 2], *arguments[2:])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments, **options)
+
+            return event
+
+        report = os.write
+        for name in EVENTS:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            call()
+            report(write, str(count).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        count = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) == (kill_at is not None and not count), status
+    return int(count) if count else -1
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory, expected: dict[str, bytes]) -> int:
+    out = tmp_path_factory.mktemp("events") / "out"
+    count = in_child(lambda: quantize(out), None)
+    assert contents(out) == expected
+    return count
+
+
+POINTS = [1, 2, 3, 4, 5, 6, *(i / 12 for i in range(1, 12)), -1, -2, -3, -4, -5, -6, -7, -8]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_anywhere(point: float, events: int, expected: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    at = int(events * point) if isinstance(point, float) else point if point > 0 else events + 1 + point
+    assert in_child(lambda: quantize(out), at) == -1
+    if out.exists() and contents(out).keys() != expected.keys() | {JOURNAL}:
+        assert not (out / "config.json").exists()
+        with pytest.raises(ValueError, match=r"config\.json is missing"):
+            qq.load_model(out)
+    kept = {p.name: p.stat().st_ino for p in out.glob("*.safetensors")} if out.exists() else {}
+    quantize(out)
+    assert contents(out) == expected
+    redone = [name for name, inode in kept.items() if (out / name).stat().st_ino != inode]
+    assert redone == []
+
+
+def test_one_kill_after_another(events: int, expected: dict[str, bytes], tmp_path: Path) -> None:
+    out, found = tmp_path / "out", []
+    for i in range(1, 8):
+        in_child(lambda workers=1 + i % 2: quantize(out, workers=workers), 3 + events * i // 40)
+        found.append(len(list(out.glob("*.safetensors"))))
+    assert found == sorted(found)
+    assert found[-1] > found[0]
+    quantize(out, workers=2)
+    assert contents(out) == expected
+
+
+def half_done(out: Path, events: int) -> list[Path]:
+    in_child(lambda: quantize(out), events // 2)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 3
+    return shards
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "a flipped bit": flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "gone": lambda path: path.unlink(),
+    "a link": lambda path: (path.rename(path.parent.parent / "moved"), path.symlink_to(path.parent.parent / "moved")),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_finished_shard_that_was_changed_is_made_again(
+    how: str, events: int, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    shards = half_done(tmp_path / "out", events)
+    inodes = [shard.stat().st_ino for shard in shards]
+    DAMAGE[how](shards[1])
+    quantize(tmp_path / "out")
+    assert contents(tmp_path / "out") == expected
+    now = [shard.stat().st_ino for shard in shards]
+    assert now[1] != inodes[1] or how == "gone"  # a file system may use an inode again
+    assert now[0] == inodes[0]
+    assert now[2:] == inodes[2:]
+    assert not any(shard.is_symlink() for shard in shards)
+
+
+def test_a_journal_that_was_cut(events: int, expected: dict[str, bytes], tmp_path: Path) -> None:
+    half_done(tmp_path / "out", events)
+    journal = tmp_path / "out" / JOURNAL
+    os.truncate(journal, journal.stat().st_size - 5)
+    quantize(tmp_path / "out")
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_journal_that_is_none_or_leads_out(events: int, tmp_path: Path) -> None:
+    half_done(tmp_path / "out", events)
+    journal, precious = tmp_path / "out" / JOURNAL, tmp_path / "precious.safetensors"
+    first, *_ = journal.read_text("utf-8").splitlines()
+    precious.write_text("data")
+    record = {"shard": "../precious.safetensors", "size": 4, "sha256": "0"}
+    journal.write_text(f"{first}\n{json.dumps(record)}\n", "utf-8")
+    with pytest.raises(ValueError, match=r"finite"):
+        quantize(tmp_path / "out", source=broken(tmp_path))
+    assert precious.read_text("utf-8") == "data"
+    for text in ("{}\n[1]\n", "no JSON\n", "\0\n"):
+        journal.write_text(text, "utf-8")
+        before = contents(tmp_path / "out")
+        with pytest.raises(
+            ValueError, match=r"out holds another job, unfinished: its journal cannot be read.* or remove"
+        ):
+            quantize(tmp_path / "out")
+        assert contents(tmp_path / "out") == before
+
+
+def broken(folder: Path) -> Path:
+    """The source with a NaN, and the times of the original."""
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    weight = tensors(SOURCE)[name].clone()
+    weight[0, 0] = torch.nan
+    source = rewritten(SOURCE, folder / "source", {name: weight})
+    for file in ("config.json", "model.safetensors"):
+        shutil.copystat(SOURCE / file, source / file)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"recipe": "modelopt"}, r"recipe is 'aligned', not 'modelopt'"),
+        ({"dialect": "compressed-tensors"}, r"dialect is 'modelopt', not 'compressed-tensors'"),
+        ({"scope": "mlp"}, r"scope is 'all', not 'mlp'"),
+        ({"exclude": ["*o_proj"]}, r"exclude is \[\], not \['\*o_proj'\]"),
+        ({"shard_bytes": 30_000}, r"shards is "),
+        ({"source": "copy"}, r"source is "),
+    ],
+)
+def test_another_job_is_refused(change: dict[str, Any], match: str, events: int, tmp_path: Path) -> None:
+    half_done(tmp_path / "out", events)
+    if "source" in change:
+        change = {"source": shutil.copytree(SOURCE, tmp_path / "source", copy_function=shutil.copyfile)}
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match=f"out holds another job, unfinished: .*{match}.* Repeat that one, or remove"):
+        quantize(tmp_path / "out", **change)
+    assert contents(tmp_path / "out") == before
+
+
+def test_two_at_once(expected: dict[str, bytes], tmp_path: Path) -> None:
+    out, refused = tmp_path / "out", []
+
+    def meanwhile(done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(
+                ValueError, match="out: another process is writing there; wait for it, or choose another"
+            ):
+                quantize(out)
+            refused.append(done)
+
+    quantize(out, progress=meanwhile)
+    assert refused
+    assert contents(out) == expected
+    with pytest.raises(ValueError, match="exists already"):
+        quantize(out)
+
+
+def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes], tmp_path: Path) -> None:
+    out, pwrite = tmp_path / "out", os.pwrite
+    for room, match in ((100, "nothing was left behind"), (150_000, "finished shards were kept: repeat the command")):
+        left = [room]
+
+        def limited(file: int, data: Any, at: int, left: list[int] = left) -> int:
+            if len(data) > left[0]:
+                raise OSError(28, "No space left on device")
+            left[0] -= len(data)
+            return pwrite(file, data, at)
+
+        monkeypatch.setattr(safetensors_file.os, "pwrite", limited)
+        with pytest.raises(ValueError, match=f"out: could not be written .No space left on device.; {match}"):
+            quantize(out)
+        monkeypatch.undo()
+        assert out.exists() == (room > 1000)
+    assert 1 < len(list(out.glob("*.safetensors"))) < len(expected)
+    assert not list(out.glob("*.partial"))
+    quantize(out)
+    assert contents(out) == expected
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")])
+def test_a_destination_that_cannot_be_written(error: OSError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ValueError, match=f"out: could not be written .{error.strerror}.; nothing was left behind"):
+        quantize(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_keeps_what_is_finished(expected: dict[str, bytes], tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tmp_path / "out", progress=interrupt)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    assert not list((tmp_path / "out").glob("*.partial"))
+    seen: list[int] = []
+    quantize(tmp_path / "out", progress=lambda done, total: seen.append(done))
+    assert seen[0] > 0
+    assert contents(tmp_path / "out") == expected
+
+
+def test_links_in_the_destination(events: int, tmp_path: Path) -> None:
+    """Nothing is written outside of it."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "link").symlink_to(outside)
+    with pytest.raises(ValueError, match="link is a symbolic link; give the directory itself"):
+        quantize(tmp_path / "link")
+    shards = half_done(tmp_path / "out", events)
+    (tmp_path / "out" / "model-00020-of-00020.safetensors.partial").symlink_to(outside / "a")
+    (tmp_path / "out" / "config.json").symlink_to(outside / "b")
+    quantize(tmp_path / "out")
+    assert shards
+    assert list(outside.iterdir()) == []
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / JOURNAL).symlink_to(outside / "c")
+    with pytest.raises(ValueError, match=r"exists already|could not be written"):
+        quantize(tmp_path / "new")
+    assert list(outside.iterdir()) == []
+
+
+def test_the_command_line_killed_from_outside_and_repeated(expected: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["quantize", str(SOURCE), str(out), "--weights-only", "--max-shard-size", "20KB", "--workers", "1"]
+    slow = (
+        "import sys, time; from quads_qat import cli, resume; finish = resume.Destination.finish_shard;"
+        "resume.Destination.finish_shard = lambda self, file: (finish(self, file), time.sleep(0.5));"
+        "sys.argv[0] = 'quads-qat'; cli.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "-c", slow, *arguments], env=environment)
+    deadline = time.monotonic() + 120
+    while len(list(out.glob("*.safetensors")) if out.exists() else []) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    shards = len(list(out.glob("*.safetensors")))
+    assert 2 <= shards < len(expected)
+    assert not (out / "config.json").exists()
+    quantize(out)
+    assert contents(out) == expected
