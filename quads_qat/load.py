@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, names, ops
-from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
+from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, cut, disk_plan
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
 from quads_qat.contract import KEY, Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
@@ -219,8 +219,8 @@ def load_rollout(
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
     for parameter, disks in by_parameter(plan).items():
-        packed[parameter] = _assemble(model, disks, [read_part(checkpoint, model, disk) for disk in disks])
-        amaxes[parameter] = _shared_input_amax(checkpoint, disks, required=static)
+        packed[parameter] = read_parameter(checkpoint, model.get_parameter(parameter), disks)
+        amaxes[parameter] = shared_input_amax(checkpoint, disks, required=static)
         conversion.observers[activation_key(disks[0].weight.group)].amax = amaxes[parameter]
     _fill_rest(model, checkpoint.reader, plan)
     install(model, conversion)
@@ -288,23 +288,31 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None, *, contract: 
         value = torch.empty(meta.shape, dtype=meta.dtype)
         oriented = value.mT if disks[0].weight.format.transposed else value
         for disk in disks:
-            q = read_part(checkpoint, model, disk)
+            q = read_part(checkpoint, meta, disk)
             cut(oriented, disk.expert, disk.rows).copy_(ops.dequantize(q, meta.dtype))
         _assign(model, parameter, value)
     _fill_rest(model, checkpoint.reader, plan)
     return _finish(model, path)
 
 
-def read_part(checkpoint: Checkpoint, model: nn.Module, disk: DiskWeight) -> NVFP4Tensor:
-    """One quantized weight, if it has the shape of its place in ``model``."""
+def read_part(checkpoint: Checkpoint, parameter: Tensor, disk: DiskWeight) -> NVFP4Tensor:
+    """One quantized weight, if it has the shape of its place in ``parameter`` (on meta will do)."""
     q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
-    parameter = model.get_parameter(disk.weight.name)
     expected = cut(parameter.mT if disk.weight.format.transposed else parameter, disk.expert, disk.rows).shape
     if q.shape != expected:
         raise ValueError(
             f"{checkpoint.reader.path}: {disk.name} must decode to shape {list(expected)}, got {list(q.shape)}"
         )
     return q
+
+
+def read_parameter(checkpoint: Checkpoint, parameter: Tensor, disks: list[DiskWeight]) -> NVFP4Tensor:
+    """All of a parameter's codes and scales, [(E,) N, K], from its parts on disk."""
+    weight = disks[0].weight
+    assembly = Assembly(weight, (parameter.mT if weight.format.transposed else parameter).shape)
+    for disk in disks:
+        assembly.add(disk, read_part(checkpoint, parameter, disk))
+    return assembly.finish()
 
 
 def by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:
@@ -315,31 +323,7 @@ def by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:
     return parameters
 
 
-def _assemble(model: nn.Module, disks: list[DiskWeight], parts: list[NVFP4Tensor]) -> NVFP4Tensor:
-    """The parameter's codes and scales [(E,) N, K] from its parts on disk.
-
-    Where parts of one expert have scales of their own (checkpoints whose gate and up were not fused), the per-tensor
-    scale becomes one per row, [..., N, 1].
-    """
-    if len(disks) == 1 and disks[0].expert is None and disks[0].rows is None:
-        return parts[0]
-    weight = disks[0].weight
-    shape = model.get_parameter(weight.name).shape
-    *lead, n, k = (*shape[:-2], shape[-1], shape[-2]) if weight.format.transposed else shape
-    qdata = torch.empty(*lead, n, k // 2, dtype=torch.uint8)
-    block_scale = torch.empty(*lead, n, k // BLOCK_SIZE, dtype=torch.uint8)
-    per_row, stored_per_row = (torch.empty(*lead, n, 1, dtype=torch.float32) for _ in range(2))
-    for disk, q in zip(disks, parts, strict=True):
-        cut(qdata, disk.expert, disk.rows).copy_(q.qdata)
-        cut(block_scale, disk.expert, disk.rows).copy_(q.block_scale.view(torch.uint8))
-        cut(per_row, disk.expert, disk.rows).copy_(q.per_tensor_scale.expand(q.shape[-2], 1))
-        cut(stored_per_row, disk.expert, disk.rows).copy_(q.stored_scale.expand(q.shape[-2], 1))
-    if lead and bool((per_row == per_row[..., :1, :]).all()):
-        per_row, stored_per_row = per_row[:, 0, 0].clone(), stored_per_row[:, 0, 0].clone()
-    return NVFP4Tensor(qdata, block_scale.view(torch.float8_e4m3fn), per_row, parts[0].recipe, stored_per_row)
-
-
-def _shared_input_amax(checkpoint: Checkpoint, disks: list[DiskWeight], *, required: bool) -> Tensor | None:
+def shared_input_amax(checkpoint: Checkpoint, disks: list[DiskWeight], *, required: bool) -> Tensor | None:
     """The largest of the parts' activation amaxes: what engines use for fused weights."""
     amaxes = [checkpoint.input_amax(disk.name) for disk in disks]
     present = [a for a in amaxes if a is not None]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, ops
-from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, SplitBias, cut, disk_plan
+from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_plan
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
 from quads_qat.export import ignored_modules, require_space
-from quads_qat.load import Checkpoint, by_parameter, read_part
+from quads_qat.load import Checkpoint, by_parameter, read_parameter, read_part
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import CACHE_SCALES, by_layer
@@ -193,17 +193,17 @@ def _by_bias_source(plan: Plan) -> dict[str, list[SplitBias]]:
 
 def _decoded(checkpoint: Checkpoint, model: nn.Module, parts: list[DiskWeight], dtype: torch.dtype) -> Tensor:
     """The BF16 tensor on disk that ``parts`` make up."""
-    first = parts[0]
+    first, parameter = parts[0], model.get_parameter(parts[0].weight.name)
     if len(parts) == 1 and first.source_expert is None and first.source_rows is None:
-        value = ops.dequantize(read_part(checkpoint, model, first), dtype)
+        value = ops.dequantize(read_part(checkpoint, parameter, first), dtype)
         return (value.mT if first.source_transposed else value).contiguous()
     value = None
     for disk in parts:
-        decoded = ops.dequantize(read_part(checkpoint, model, disk), dtype)
+        decoded = ops.dequantize(read_part(checkpoint, parameter, disk), dtype)
         if value is None:
             n, k = decoded.shape
             if disk.source_rows is not None:
-                n = model.get_parameter(disk.weight.name).shape[-1 if disk.weight.format.transposed else -2]
+                n = parameter.shape[-1 if disk.weight.format.transposed else -2]
             stacked = [] if disk.source_expert is None else [1 + max(d.source_expert or 0 for d in parts)]
             value = torch.empty(*stacked, n, k, dtype=dtype)
         cut(value, disk.source_expert, disk.source_rows).copy_(decoded)
@@ -263,18 +263,14 @@ def _in_dialect(
     checkpoint: Checkpoint, model: nn.Module, parts: list[DiskWeight], target: list[DiskWeight], dialect: Dialect
 ) -> Iterator[tuple[str, Tensor]]:
     """One parameter's tensors in the other dialect."""
-    same = {_place(disk): disk for disk in parts}
+    same, parameter = {_place(disk): disk for disk in parts}, model.get_parameter(parts[0].weight.name)
     if all(_place(disk) in same for disk in target):
         for disk in target:
             part = same[_place(disk)]
-            yield from _written(disk, read_part(checkpoint, model, part), _input_scale(checkpoint, [part]), dialect)
+            yield from _written(disk, read_part(checkpoint, parameter, part), _input_scale(checkpoint, [part]), dialect)
         return
     weight, scale = parts[0].weight, _input_scale(checkpoint, parts)
-    parameter = model.get_parameter(weight.name)
-    assembly = Assembly(weight, (parameter.mT if weight.format.transposed else parameter).shape)
-    for disk in parts:
-        assembly.add(disk, read_part(checkpoint, model, disk))
-    q = assembly.finish()
+    q = read_parameter(checkpoint, parameter, parts)
     if q.per_tensor_scale.ndim:
         raise ValueError(
             f"{checkpoint.reader.path}: {weight.name}: its experts have scales of their own, and the {dialect} dialect "
