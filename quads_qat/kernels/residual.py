@@ -1,0 +1,437 @@
+"""The activation side of a compensated GEMM in one launch: ``Q(x)`` and ``Q(m * (x - Q(x)))`` of bf16 rows, decoded.
+
+Recipe.ALIGNED with a dynamic scale p. Then r = x - Q(x) is a bf16 number itself: with s p in [2**f, 2**(f+1)) an
+element below s p / 4 is its own residual, and the others are multiples of 2**(f-9) with residuals of at most 8 bits (a
+test walks through all of them). So r needs no wider type, the second quantization is like the first, and the 15 bits of
+|r| are exact keys for the selection.
+
+Two numbers travel in one int32, a tile of them is [T, 4, 2]: T blocks of 8 words, each in one thread. A row belongs to one program; where
+rows are few, several programs share one: each reads all of it for the amax and the ranks, and writes its own slice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quads_qat.formats import BLOCK_SIZE
+from quads_qat.kernels import numerics as num
+from quads_qat.kernels import topk
+from quads_qat.kernels.pairs import HIGH, halves
+from quads_qat.kernels.pairs import _decoded as decoded
+
+NONE = tl.constexpr(0)  # no second quantization
+ALL = tl.constexpr(1)  # every channel
+FIXED = tl.constexpr(2)  # a mask [K]
+TOKEN = tl.constexpr(3)  # the n largest channels of a row
+TOKEN_BLOCKS = tl.constexpr(4)  # the n largest blocks of a row
+BLOCK = tl.constexpr(5)  # the n largest channels of a block
+
+L2 = tl.constexpr(0)
+L1 = tl.constexpr(1)
+MAX = tl.constexpr(2)
+
+
+# ---------------------------------------------------------------------------------------------------------- arithmetic
+
+_LARGER = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.inline_asm_elementwise(_LARGER, "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _larger_half(w):
+    return tl.maximum(w & 0x7FFF, (w >> 16) & 0x7FFF)
+
+
+@triton.jit
+def _largest_bits(words):
+    """Words [T, 4, 2] -> bits of the largest bf16 magnitude of each block, int32 [T]; NaN above infinity."""
+    if num.INTERPRETED:
+        largest = tl.max(tl.max(_larger_half(words), 2), 1)
+    else:
+        magnitudes = words & 0x7FFF7FFF
+        largest = _larger_half(tl.reduce(tl.reduce(magnitudes, 2, _larger), 1, _larger))
+    return largest
+
+
+@triton.jit
+def _row_scale(words, largest):
+    """The scale of a row of words; ``largest`` are the bits of its blocks' amaxes. What is not finite does not count."""
+    bits = tl.max(largest, 0)
+    if bits >= 0x7F80:  # rare: leave it out, element by element
+        low = words & 0x7FFF
+        high = (words >> 16) & 0x7FFF
+        finite = tl.maximum(tl.where(low < 0x7F80, low, 0), tl.where(high < 0x7F80, high, 0))
+        bits = tl.max(tl.ravel(finite), 0)
+    return num.power_of_two_scale(num.from_bits(bits << 16))
+
+
+def _step_assembly(residual: bool) -> str:
+    """PTX of one step of the two-step quantization: words $x and factors 1 / (s p), s p -> decoded words, residual.
+
+    Quotients y are fp16 pairs: a bf16 x is a midpoint of two codes, or 2**-9 of it away, so that fp16, with 2**-12,
+    neither makes nor breaks a tie. Adding +0.0 turns -0.0 into +0.0 and leaves all else. y is rounded by adding and
+    taking away 768 times the power of two c below it (at least 1): fp16 numbers there are c / 2 apart. An fp16 number
+    shifted to the exponent's place of bf16 is 2**-112 of it.
+    """
+    x, encode, decode = ("$2", "$3", "$4") if residual else ("$1", "$2", "$3")
+    lines = [
+        ".reg .b32 low, high, y, c, t, k<4>;",
+        ".reg .f32 fl, fh;",
+        f"shl.b32 low, {x}, 16;",
+        f"and.b32 high, {x}, 0xFFFF0000;",
+        "mov.b32 fl, low;",
+        "mov.b32 fh, high;",
+        f"fma.rn.f32 fl, fl, {encode}, 0f00000000;",
+        f"fma.rn.f32 fh, fh, {encode}, 0f00000000;",
+        "cvt.rn.f16x2.f32 y, fh, fl;",
+        "abs.f16x2 t, y;",
+        "mov.b32 k0, 0x46004600;",  # 6
+        "min.f16x2 t, t, k0;",
+        "and.b32 c, t, 0x7C007C00;",
+        "mov.b32 k0, 0x3C003C00;",  # 1
+        "max.f16x2 c, c, k0;",
+        "mov.b32 k0, 0x62006200;",  # 768
+        "fma.rn.f16x2 t, c, k0, t;",
+        "mov.b32 k0, 0xE200E200;",
+        "fma.rn.f16x2 t, c, k0, t;",
+        "shr.u32 t, t, 3;",
+        "and.b32 t, t, 0x0FFF0FFF;",
+        "mov.b32 k1, 0x80008000;",  # -0.0: adding it changes nothing
+        "mov.b32 k0, 0x77807780;",  # 2**112
+        "fma.rn.bf16x2 t, t, k0, k1;",
+        f"fma.rn.bf16x2 t, t, {decode}, k1;",
+        "lop3.b32 $0, y, 0x80008000, t, 0xEA;",  # (y & sign) | t
+    ]
+    if residual:
+        lines += ["mov.b32 k0, 0xBF80BF80;", f"fma.rn.bf16x2 $1, $0, k0, {x};"]  # x - decoded
+    return "{ " + " ".join(lines) + " }"
+
+
+_FIRST = tl.constexpr(_step_assembly(True))
+_SECOND = tl.constexpr(_step_assembly(False))
+
+
+@triton.jit
+def _factors(largest, p):
+    """Bits of block amaxes [T] -> (1 / (s p) fp32, s p as a pair of bf16, NaN where not finite), [T, 1, 1]."""
+    inverse_p = num.reciprocal_of_power_of_two(p)
+    finite = largest < 0x7F80
+    s = num.aligned_block_scale(num.from_bits(tl.where(finite, largest, 0) << 16), inverse_p, False)
+    encode = (1.0 / s) * inverse_p
+    decode = tl.where(finite, num.bits(s * p) >> 16, 0x7FC0)
+    decode = decode | (decode << 16)
+    return encode[:, None, None], decode[:, None, None]
+
+
+@triton.jit
+def _pair(low, high):
+    """fp32 bits of bf16 numbers -> pairs."""
+    return ((low >> 16) & 0xFFFF) | (high & HIGH)
+
+
+@triton.jit
+def _decoded_words(words, encode, decode):
+    """The interpreter's way: fp32 lanes, as in ``pairs``."""
+    low, high = halves(words)
+    decode = num.from_bits(decode & HIGH)
+    return _pair(decoded(low, encode, decode), decoded(high, encode, decode))
+
+
+@triton.jit
+def _first(words, largest, p):
+    """Words of x -> words of Q(x), and of x - Q(x)."""
+    encode, decode = _factors(largest, p)
+    if num.INTERPRETED:
+        out = _decoded_words(words, encode, decode)
+        low, high = halves(words)
+        out_low, out_high = halves(out)
+        low -= out_low
+        high -= out_high
+        low = tl.where(low == low, num.bits(low), 0x7FFF0000)  # a GPU makes this NaN of every NaN
+        high = tl.where(high == high, num.bits(high), 0x7FFF0000)
+        rest = _pair(low, high)
+    else:
+        out, rest = tl.inline_asm_elementwise(
+            _FIRST, "=r,=r,r,r,r", [words, encode, decode], (tl.int32, tl.int32), True, 1
+        )
+    return out, rest
+
+
+@triton.jit
+def _second(words, largest, p):
+    """Words of a masked residual -> words of its quantization with p / 4, decoded."""
+    encode, decode = _factors(largest, tl.maximum(p * 0.25, 1.2037062152420224e-35))  # 2**-116
+    if num.INTERPRETED:
+        out = _decoded_words(words, encode, decode)
+    else:
+        out = tl.inline_asm_elementwise(_SECOND, "=r,r,r,r", [words, encode, decode], tl.int32, True, 1)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+@triton.jit
+def _load(pointer, start, block, n_blocks):
+    """Words [T, 4, 2] of the blocks ``block`` from word ``start`` on, 0 beyond the last block: a block to a thread."""
+    inside = (block < n_blocks)[:, None]
+    half = pointer + start + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+    return tl.join(tl.load(half, mask=inside, other=0), tl.load(half + 4, mask=inside, other=0))
+
+
+@triton.jit
+def _store(pointer, start, block, n_blocks, words, STAGED: tl.constexpr):
+    """The inverse of ``_load``; STAGED exchanges words between threads first, so that neighbours write neighbours."""
+    inside = (block < n_blocks)[:, None]
+    if STAGED:
+        words = tl.reshape(tl.permute(words, (0, 2, 1)), (block.shape[0], 8))
+        tl.store(pointer + start + block[:, None] * 8 + tl.arange(0, 8)[None, :], words, mask=inside)
+    else:
+        half = pointer + start + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+        first, second = tl.split(words)
+        tl.store(half, first, mask=inside)
+        tl.store(half + 4, second, mask=inside)
+
+
+@triton.jit
+def _places():
+    """Where in its block the first number of each word lies: [1, 4, 2]."""
+    return 2 * tl.arange(0, 4)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :]
+
+
+# ----------------------------------------------------------------------------------------------------------- selection
+# Each returns int32 words with 0xffff where a number is kept.
+
+
+@triton.jit
+def _kept(low, high):
+    return tl.where(low, 0xFFFF, 0) | tl.where(high, -65536, 0)
+
+
+@triton.jit
+def _channels_of_row(row, rest, block, n_blocks, p, n):
+    """The n largest channels of ``row``, for the blocks ``block`` whose words are ``rest``."""
+    magnitudes = row & 0x7FFF7FFF
+    low = magnitudes & 0xFFFF
+    high = magnitudes & HIGH
+    total = n_blocks * 16
+    guess = num.bits(448.0 * p) >> 16  # of a finite row |r| <= 448 p
+    nth, wanted = topk.nth_largest(tl.join(low | (low << 16), high | (high >> 16)), n, total, guess, True)
+    places = _places()
+    end = total
+    if wanted < total:
+        ties = ((low == nth).to(tl.int32) << places) | ((high == (nth << 16)).to(tl.int32) << (places + 1))
+        end = topk.end_of_ties(tl.sum(tl.sum(ties, 2), 1), wanted)
+    low = rest & 0x7FFF
+    high = (rest >> 16) & 0x7FFF
+    channel = block[:, None, None] * 16 + places
+    # one comparison each: equal keys count where the channel comes before the end
+    return _kept(low + (channel < end).to(tl.int32) > nth, high + (channel + 1 < end).to(tl.int32) > nth)
+
+
+@triton.jit
+def joined(a, b, NORM: tl.constexpr):
+    if NORM == MAX:
+        c = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        c = a + b
+    return c
+
+
+@triton.jit
+def powered(r, NORM: tl.constexpr):
+    return r * r if NORM == L2 else tl.abs(r)
+
+
+@triton.jit
+def tree(fours, NORM: tl.constexpr):
+    """Scores of four neighbours each [T, 4] -> of 16 [T]: the upper half of the fixed binary tree."""
+    even, odd = tl.split(tl.reshape(fours, (fours.shape[0], 2, 2)))
+    first, second = tl.split(joined(even, odd, NORM))
+    return joined(first, second, NORM)
+
+
+@triton.jit
+def _block_keys(words, NORM: tl.constexpr):
+    """Keys of the scores of blocks [T]: the fixed binary tree over 16 neighbours."""
+    T: tl.constexpr = words.shape[0]
+    low, high = halves(words)
+    first, second = tl.split(joined(powered(low, NORM), powered(high, NORM), NORM))
+    a, b = tl.split(tl.reshape(first, (T, 2, 2)))
+    c, d = tl.split(tl.reshape(second, (T, 2, 2)))
+    fours = tl.join(joined(a, b, NORM), joined(c, d, NORM))  # [T, which four of its half, half]
+    return topk.score_key(tree(tl.reshape(tl.permute(fours, (0, 2, 1)), (T, 4)), NORM))
+
+
+@triton.jit
+def _blocks_of_row(row, rest, block, n_blocks, p, n, NORM: tl.constexpr):
+    """The n blocks of ``row`` with the largest scores."""
+    keys = _block_keys(row, NORM)
+    guess = num.bits(powered(448.0 * p, NORM) * 4.0)
+    nth, wanted = topk.nth_largest(keys, n, n_blocks, guess, False)
+    end = n_blocks
+    if wanted < n_blocks:
+        end = topk.end_of_equals(keys == nth, wanted)
+    keys = _block_keys(rest, NORM)
+    kept = (keys > nth) | ((keys == nth) & (block < end))
+    return tl.broadcast_to(tl.where(kept, -1, 0)[:, None, None], rest.shape)
+
+
+@triton.jit
+def _channels_of_block(rest, N: tl.constexpr):
+    """The N largest channels of each block."""
+    places = 15 - _places()  # equal magnitudes: the lower channel has the larger key
+    low = ((rest << 16) & 0x7FFF0000) | places
+    high = (rest & 0x7FFF0000) | (places - 1)
+    nth = topk.nth_of_16(low, high, N)[:, None, None]
+    return _kept(low >= nth, high >= nth)
+
+
+# -------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit(do_not_specialize=["slices", "n"])
+def _rows_kernel(
+    x_ptr,
+    amax_ptr,
+    mask_ptr,
+    q1_ptr,
+    q2_ptr,
+    kept_ptr,
+    n_blocks,
+    row_words,
+    slices,
+    n,
+    PER_TOKEN: tl.constexpr,
+    SELECT: tl.constexpr,
+    NORM: tl.constexpr,
+    N_OF_16: tl.constexpr,
+    STORES_FIRST: tl.constexpr,
+    STORES_MASK: tl.constexpr,
+    SHARED: tl.constexpr,
+    STAGED: tl.constexpr,
+    ROW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if SHARED:
+        row_index = (pid // slices).to(tl.int64)
+        block = (pid % slices) * TILE + tl.arange(0, TILE)
+    else:
+        row_index = pid.to(tl.int64)
+        block = tl.arange(0, TILE)
+    start = row_index * row_words
+    out_start = row_index * (n_blocks * 8)
+    RANKS: tl.constexpr = SELECT == TOKEN or SELECT == TOKEN_BLOCKS
+    x = _load(x_ptr.to(tl.pointer_type(tl.int32)), start, block, n_blocks)
+    largest = _largest_bits(x)
+    if SHARED and (PER_TOKEN or RANKS):
+        row = _load(x_ptr.to(tl.pointer_type(tl.int32)), start, tl.arange(0, ROW), n_blocks)
+        row_largest = _largest_bits(row)
+    else:
+        row = x
+        row_largest = largest
+    if PER_TOKEN:
+        p = _row_scale(row, row_largest)
+    else:
+        p = num.power_of_two_scale(num.widen(tl.load(amax_ptr)))
+
+    q1, rest = _first(x, largest, p)
+    if STORES_FIRST:
+        _store(q1_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q1, STAGED)
+    if SELECT != NONE:
+        if SHARED and RANKS:
+            _, row = _first(row, row_largest, p)
+        else:
+            row = rest
+        if SELECT == TOKEN:
+            kept = _channels_of_row(row, rest, block, n_blocks, p, n)
+        elif SELECT == TOKEN_BLOCKS:
+            kept = _blocks_of_row(row, rest, block, n_blocks, p, n, NORM)
+        elif SELECT == BLOCK:
+            kept = _channels_of_block(rest, N_OF_16)
+        elif SELECT == FIXED:
+            bytes_ = _load(mask_ptr.to(tl.pointer_type(tl.int16)), 0, block, n_blocks)
+            kept = _kept((bytes_ & 0xFF) != 0, (bytes_ & -256) != 0)
+        else:
+            kept = tl.full(rest.shape, -1, tl.int32)
+        rest = rest & kept
+        q2 = _second(rest, _largest_bits(rest), p)
+        _store(q2_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q2, STAGED)
+        if STORES_MASK:
+            bytes_ = ((kept & 1) | ((kept >> 8) & 0x100)).to(tl.int16)
+            _store(kept_ptr.to(tl.pointer_type(tl.int16)), out_start, block, n_blocks, bytes_, STAGED)
+
+
+# ------------------------------------------------------------------------------------------------------------ launcher
+
+LONGEST_ROW = 32768
+"""Channels that a program can rank."""
+
+
+def rows(
+    x: Tensor,
+    *,
+    amax: Tensor | None = None,
+    select: int = 0,
+    n: int = 0,
+    norm: int = 0,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
+    return_mask: bool = False,
+    config: tuple[int, int, bool] | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(q1, q2, mask)`` of x [M, K] bf16, row-major: one launch.
+
+    Args:
+        x: rows contiguous, 16-byte aligned.
+        amax: [] of the tensor; None: each row's own.
+        select: NONE, ALL, FIXED, TOKEN, TOKEN_BLOCKS or BLOCK.
+        n: how many units are selected, fewer than there are.
+        norm: L2, L1 or MAX, for TOKEN_BLOCKS.
+        mask: [K] bool, for FIXED.
+        first: q1 if it is there already.
+        return_mask: also return what was selected, [M, K] bool.
+        config: (blocks a program, warps, staged stores) instead of the measured choice.
+    """
+    m, k = x.shape
+    q1 = torch.empty(m, k, dtype=torch.bfloat16, device=x.device) if first is None else first
+    q2 = torch.empty(m, k, dtype=torch.bfloat16, device=x.device) if select else None
+    kept = torch.empty(m, k, dtype=torch.bool, device=x.device) if return_mask else None
+    if m == 0:
+        return q1, q2, kept
+    n_blocks = k // BLOCK_SIZE
+    row = triton.next_power_of_2(n_blocks)
+    tile, warps, staged = config or (row, max(1, row // 64), False)
+    slices = triton.cdiv(n_blocks, tile)
+    _rows_kernel[(m * slices,)](
+        x,
+        x if amax is None else amax,
+        x if mask is None else mask,
+        q1,
+        q1 if q2 is None else q2,
+        q1 if kept is None else kept,
+        n_blocks,
+        x.stride(0) // 2,
+        slices,
+        n,
+        PER_TOKEN=amax is None,
+        SELECT=select,
+        NORM=norm,
+        N_OF_16=n if select == BLOCK.value else 0,
+        STORES_FIRST=first is None,
+        STORES_MASK=return_mask,
+        SHARED=slices > 1,
+        STAGED=staged,
+        ROW=row,
+        TILE=min(tile, row),
+        num_warps=warps,
+    )
+    return q1, q2, kept
