@@ -5,6 +5,7 @@ or are known not to load, and export says so.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -27,6 +28,7 @@ from twins import plain_twin
 
 import quads_qat as qq
 from quads_qat import Dialect, EngineWarning, engine_limits
+from quads_qat.checkpoint_plan import layer_of
 from quads_qat.conversion import conversion_of
 from quads_qat.experts import layout_of
 from quads_qat.names import disk_state
@@ -59,9 +61,12 @@ def trainer(arch: str) -> tuple[nn.Module, dict[str, Tensor]]:
         observer.amax = torch.tensor(2688.0 * 2.0 ** -(1 + i % 9))
     twin = plain_twin(model)
     weights = {name.removesuffix(".weight"): tensor for name, tensor in disk_state(twin, twin.state_dict()).items()}
-    for prefix, module in twin.named_modules():  # stacks that may be taken apart on disk
+    layers = {layer_of(name).rpartition(".")[2]: layer_of(name) for name in weights if re.search("expert|moe", name)}
+    for name, module in twin.named_modules():  # stacks that may be taken apart on disk, below the layer's name there
         if (layout := layout_of(module)) is not None:
-            weights |= _single_experts(prefix, module, layout)
+            layer = layer_of(name)
+            on_disk = layers.get(layer.rpartition(".")[2], layer) + name.removeprefix(layer)
+            weights |= _single_experts(on_disk, module, layout)
     return model, weights
 
 
@@ -185,6 +190,34 @@ def test_ignore_lists_are_complete_and_hit_nothing_quantized(
         pytest.skip("dense")
     qq.quantize_checkpoint(CHECKPOINTS / "bf16" / name, tmp_path / "out", dialect=dialect, scope=scope)
     engines.assert_ignore_list_is_right(tmp_path / "out")
+
+
+#: Experts on disk: one by one; as w1, w2, w3 below another name; as stacks; as stacks that are not below ``experts``.
+EXPERTS = {
+    "qwen3_moe": "model.layers.1.mlp.experts",
+    "mixtral": "model.layers.1.block_sparse_moe.experts",
+    "gpt_oss": "model.layers.1.mlp.experts",
+    "llama4": "model.layers.1.feed_forward.experts",
+    "granitemoe": "model.layers.1.block_sparse_moe.experts",
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_excluded_experts_are_ignored_under_every_name_that_engines_ask_for(
+    arch: str, dialect: str, tmp_path: Path
+) -> None:
+    """As one module, as single linears, and in vLLM under compressed-tensors' names for the first expert's linears."""
+    model = qq.convert(tiny_model(arch), "w4a16", exclude=["*.experts"])
+    qq.export_checkpoint(model, tmp_path / "out", dialect=dialect)
+    engines.assert_ignore_list_is_right(tmp_path / "out")
+    found, name = Checkpoint.read(tmp_path / "out"), EXPERTS[arch]
+    for engine in (vllm, sglang, tensorrt_llm)[: len(DIALECTS[dialect])]:
+        assert not engine.quantizes(found, name, [name])
+        assert engine.quantizes(found, "model.layers.1.self_attn.o_proj", ["model.layers.1.self_attn.o_proj"])
+    assert {"qwen3_moe": f"{name}.3.down_proj", "mixtral": f"{name}.3.w2"}.get(arch, name) in found.quantization[
+        "ignore"
+    ]
 
 
 def test_the_substring_rule_is_why_full_names_are_written() -> None:

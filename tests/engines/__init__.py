@@ -1,9 +1,9 @@
 """What vLLM, SGLang and TensorRT-LLM do with a checkpoint on load, in plain Python; no engine runs here.
 
-Each module has ``read_config`` (which of the JSON files, which scheme, what is ignored), ``quantizes`` (is a layer built
-with packed parameters), ``load`` (which numbers it multiplies by) and ``computes`` (which GEMM a GPU gets). The rules
-were read in the engines' sources, in the versions of ``quads_qat.engine_limits.ENGINES``; where none was read, the
-emulators say so (``NotKnown``) and guess nothing. ``table`` has what follows for every architecture.
+Each module has ``read_config`` (which of the JSON files, which scheme, what is ignored), ``quantizes`` (is a layer
+built with packed parameters), ``load`` (which numbers it multiplies by) and ``computes`` (which GEMM a GPU gets). The
+rules were read in the engines' sources, in the versions of ``quads_qat.engine_limits.ENGINES``; where none was read,
+the emulators say so (``NotKnown``) and guess nothing. ``table`` has what follows for every architecture.
 """
 
 from __future__ import annotations

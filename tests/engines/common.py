@@ -57,8 +57,8 @@ class LoadError(Exception):
 
 
 UNREAD = {
-    "stacked experts": "experts that the ModelOpt dialect keeps as 3-D tensors (gpt-oss, Llama 4) go through loaders of "
-    "these models, which were not read. Pointers: vllm#21499 and TensorRT-LLM#8956 added such loaders",
+    "stacked experts": "experts that the ModelOpt dialect keeps as 3-D tensors (gpt-oss, Llama 4) go through loaders "
+    "of these models, which were not read. Pointers: vllm#21499 and TensorRT-LLM#8956 added such loaders",
     "gpt-oss experts": "whether the loader of gpt-oss takes compressed-tensors' single, de-interleaved experts with "
     "biases was not read",
     "experts without down_proj": "transformers stores gate and up of LongCat's zero experts, which have no down; what "

@@ -43,7 +43,8 @@ def unfused(checkpoint: Checkpoint) -> set[str]:
     """Leaf names of dense quantized linears that the emulators take for linears that no engine fuses, unread."""
     matrices = checkpoint.matrices()
     dense = [shard for shards in build(checkpoint).dense.values() for shard in shards]
-    leaves = {name.rpartition(".")[2] for name in dense if matrices[name].dtype == torch.uint8}
+    packed = [name.split(".") for name in dense if matrices[name].dtype == torch.uint8]
+    leaves = {".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1] for parts in packed}
     return leaves - FUSION_IS_KNOWN
 
 
@@ -82,7 +83,7 @@ def write(rows: Iterable[Row]) -> None:
 def page() -> str:
     """docs/engines.md."""
     rows = read()
-    marks = {limit.key: f"[{i}](#known-refusals)" for i, limit in enumerate(LIMITS, 1)}
+    marks = {limit.key: str(i) for i, limit in enumerate(LIMITS, 1)}
     marks |= {f"? {key}": f"?{letter}" for key, letter in zip(UNREAD, "abcdefgh", strict=False)} | {"pass": "✓"}
     lines = [_INTRODUCTION.format(versions="\n".join(f"- **{name}**: {text}" for name, text in ENGINES.items()))]
     lines += ["| architecture | " + " | ".join(f"{d} {s}" for d, s in COLUMNS) + " | kept in high precision |"]
@@ -95,7 +96,9 @@ def page() -> str:
         lines.append("| " + " | ".join([name, *cells, kept]) + " |")
     lines += ["", "## Known refusals", "", "Export warns of each (`quads_qat.EngineWarning`).", ""]
     for i, limit in enumerate(LIMITS, 1):
-        lines.append(f"{i}. **{limit.engine}** ([{limit.key}]({limit.link})): {limit.reason}. Instead: {limit.way_out}.")
+        lines.append(
+            f"{i}. **{limit.engine}** ([{limit.key}]({limit.link})): {limit.reason}. Instead: {limit.way_out}."
+        )
     lines += ["", "## Not known", "", "No rule was read for these; they may work.", ""]
     lines += [f"- ?{letter}: {text}." for letter, text in zip("abcdefgh", UNREAD.values(), strict=False)]
     lines += ["", _STAR, ""]
@@ -117,13 +120,11 @@ def _gpu_table() -> list[str]:
 
 
 def _computes(engine: object, scheme: str, capability: int) -> str:
-    if engine is tensorrt_llm and (scheme, capability) == ("W4A16", 100):
-        return "?"
     try:
         found = engine.computes(scheme, capability)  # pyright: ignore[reportAttributeAccessIssue]
     except LoadError:
         return "refused"
-    return f"**{found}**" if found != scheme else found
+    return f"**{found}**" if found not in (scheme, "?") else found
 
 
 _INTRODUCTION = """\

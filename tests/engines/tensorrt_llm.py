@@ -75,8 +75,8 @@ def computes(scheme: str, capability: int) -> str:
     """What the GEMM of a layer is on a GPU of this compute capability (90 is Hopper)."""
     if scheme == "W4A4" and capability >= 100:
         return "W4A4"
-    if scheme == "W4A16" and capability in (90, 120, 121):  # TensorRT-LLM#15969 and #16511; elsewhere not known
-        return "W4A16"
+    if scheme == "W4A16":  # TensorRT-LLM#15969 and #16511; elsewhere not known
+        return "W4A16" if capability in (90, 120, 121) else "?"
     raise LoadError("[GEMM Dispatch] Arch unsupported for CUTLASS FP4 GEMM")
 
 

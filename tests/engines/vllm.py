@@ -77,7 +77,7 @@ def ignores_linear(name: str, shards: list[str], patterns: Iterable[str]) -> boo
 def quantizes(checkpoint: Checkpoint, name: str, shards: list[str]) -> bool:
     """Whether the layer ``name`` is built with packed parameters."""
     _, patterns = read_config(checkpoint)
-    if not checkpoint.quantization.get("quant_method") == "compressed-tensors":
+    if checkpoint.quantization.get("quant_method") != "compressed-tensors":
         return not ignores(name, shards if not name.endswith("experts") else [name], patterns)
     if name.endswith("experts"):  # asked under the names that a list of linears would have, whatever is on disk
         shards = [f"{name}.0.{leaf}_proj" for leaf in ("gate", "up", "down")]
