@@ -9,9 +9,6 @@ from quads_qat.convert import (
     convert,
     coverage,
     full_precision,
-    load_quant_state_dict,
-    observe_activations,
-    quant_state_dict,
     revert,
 )
 from quads_qat.diagnose import GapStats, gap_stats
@@ -23,6 +20,7 @@ from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantize import quantize_checkpoint
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
+from quads_qat.state import calibrate, load_quant_state_dict, observe_activations, quant_state_dict
 from quads_qat.verify import VerificationError, diff, verify, verify_checkpoint
 from quads_qat.weight_stream import export_metadata, export_weights
 from quads_qat.weight_sync import SyncReport, update_weights
@@ -44,6 +42,7 @@ __all__ = [
     "SyncReport",
     "VerificationError",
     "bucketed",
+    "calibrate",
     "contract_of",
     "convert",
     "convert_dialect",

@@ -12,10 +12,11 @@ from quads_qat import dialects
 from quads_qat.checkpoint_io import read_json
 from quads_qat.checkpoint_plan import Plan
 from quads_qat.config import Dialect, Recipe, Scope
-from quads_qat.convert import convert, full_precision, observe_activations, quant_state_dict
+from quads_qat.convert import convert, full_precision
 from quads_qat.load import Checkpoint
 from quads_qat.scale_groups import activation_key
 from quads_qat.skeleton import architecture_of
+from quads_qat.state import observe_activations, quant_state_dict
 
 LENGTH, ROWS = 512, 4
 """Tokens in a row of a calibration text, and rows in a batch."""
@@ -123,5 +124,7 @@ def recorded_scales(path: Path, plan: Plan, dialect: Dialect) -> dict[str, Tenso
     shared = {key: torch.stack(found).aminmax()[1 if multiplies else 0] for key, found in groups.items()}
     if dialect is not checkpoint.dialect:
         shared = {key: scale.reciprocal() for key, scale in shared.items()}
-    input_scale = {disk: dialects.tensor_names(disk.name, dialect).input_scale for disk in plan.weights}
-    return {name: shared[activation_key(disk.weight.group)] for disk, name in input_scale.items()}
+    return {
+        dialects.tensor_names(disk.name, dialect).input_scale: shared[activation_key(disk.weight.group)]
+        for disk in plan.weights
+    }

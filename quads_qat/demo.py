@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io
 from quads_qat.config import Dialect, Mode, ResidualConfig
-from quads_qat.convert import convert, coverage, observe_activations
+from quads_qat.convert import convert, coverage
 from quads_qat.diagnose import gap_stats
 from quads_qat.export import export_checkpoint
 from quads_qat.integrations.transformers import patch_transformers
 from quads_qat.load import load_model, load_rollout
 from quads_qat.quantize import quantize_checkpoint
+from quads_qat.state import observe_activations
 from quads_qat.verify import verify
 
 DATA = Path(__file__).parent / "data" / "tinymoe"

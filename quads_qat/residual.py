@@ -60,6 +60,7 @@ class PackedModule(nn.Module):
     def set_packed(self, name: str, q: NVFP4Tensor) -> None:
         """Register the fields of ``q`` as buffers ``<name>_qdata``, ``<name>_block_scale``, ..."""
         self.recipes[name] = q.recipe
+        q = replace(q, stored_scale=q.stored_scale.clone())  # often the same tensor: files want one place for each
         for part in _FIELDS:
             self.register_buffer(f"{name}_{part}", getattr(q, part))
 
@@ -212,7 +213,7 @@ class ResidualCompensatedLinear(PackedModule):
         self.activation, self.residual, self.recipes, self.sync = activation, residual, {}, SyncState()
         self.set_packed("weight", weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.register_buffer("input_amax", input_amax)
+        self.register_buffer("input_amax", None if input_amax is None else input_amax.clone())
         self.register_buffer("residual_mask", residual_mask)
         self.register_buffer("_like", torch.empty(0, dtype=dtype), persistent=False)  # follows .to(dtype), codes do not
 
@@ -267,7 +268,8 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
         self.activation, self.residual, self.recipes, self.sync = activation, residual, {}, SyncState()
         for name, q in weights.items():
             self.set_packed(name, q)
-            self.register_buffer(f"{name}_input_amax", input_amax[name])
+            amax = input_amax[name]  # one for a whole scale group
+            self.register_buffer(f"{name}_input_amax", None if amax is None else amax.clone())
             self.register_buffer(f"{name}_residual_mask", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
