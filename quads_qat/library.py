@@ -20,6 +20,7 @@ from quads_qat.qtensor import NVFP4Tensor
 STORED_APART = (Recipe.LLM_COMPRESSOR, Recipe.TRANSFORMER_ENGINE)
 """Recipes that store another number than the per-tensor scale."""
 
+_RECIPES = {recipe.value: recipe for recipe in Recipe}  # a lookup, where Recipe(...) takes a microsecond
 _LIBRARY = torch.library.Library("quads_qat", "FRAGMENT")
 
 
@@ -57,14 +58,14 @@ def _kernel_reduces(x: Tensor, dim: tuple[int, ...] | None) -> bool:
 
 
 def _spread(scale: Tensor, x: Tensor) -> Tensor:
-    """A scale [..., 1] that some rows of ``x`` share, one for each row; any other as it is. Kernels do not broadcast."""
+    """A scale [..., 1] that rows of ``x`` share, one for each row; any other as it is. Kernels do not broadcast."""
     if scale.numel() == 1 or scale.ndim < x.ndim or scale.shape[:-1] == x.shape[:-1]:
         return scale
     return scale.expand(*x.shape[:-1], 1)
 
 
 def _scale_from_amax(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
-    p, stored = reference.scale_from_amax(tensor_amax, Recipe(recipe))
+    p, stored = reference.scale_from_amax(tensor_amax, _RECIPES[recipe])
     return p.clone(), stored.clone()
 
 
@@ -78,7 +79,7 @@ scale_from_amax = _define("scale_from_amax", _scale_from_amax, _scale_from_amax_
 def _quantize(
     x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    which = Recipe(recipe)
+    which = _RECIPES[recipe]
     if backend == "triton":
         from quads_qat.kernels.amax import amax
         from quads_qat.kernels.quantize import quantize as kernel
@@ -106,7 +107,7 @@ def _quantize_meta(
         x.new_empty((*lead, k // 2), dtype=torch.uint8),
         x.new_empty((*lead, k // BLOCK_SIZE), dtype=torch.float8_e4m3fn),
         scale,
-        torch.empty_like(scale) if Recipe(recipe) in STORED_APART else scale.new_empty(0),
+        torch.empty_like(scale) if _RECIPES[recipe] in STORED_APART else scale.new_empty(0),
     )
 
 
@@ -126,8 +127,10 @@ def _dequantize(
         from quads_qat.kernels.dequantize import dequantize as kernel
 
         p, stored = _spread(per_tensor_scale, qdata), _spread(stored_scale, qdata)
-        return kernel(qdata, block_scale, p, stored, recipe=Recipe(recipe), dtype=dtype)
-    return reference.dequantize(NVFP4Tensor(qdata, block_scale, per_tensor_scale, Recipe(recipe), stored_scale), dtype)
+        return kernel(qdata, block_scale, p, stored, recipe=_RECIPES[recipe], dtype=dtype)
+    return reference.dequantize(
+        NVFP4Tensor(qdata, block_scale, per_tensor_scale, _RECIPES[recipe], stored_scale), dtype
+    )
 
 
 def _dequantize_meta(
@@ -153,7 +156,7 @@ def _fake_quantize(
     dtype: torch.dtype,
     backend: str = "reference",
 ) -> Tensor:
-    which = Recipe(recipe)
+    which = _RECIPES[recipe]
     if backend == "triton":
         from quads_qat.kernels.amax import amax
         from quads_qat.kernels.fake_quantize import fake_quantize as kernel

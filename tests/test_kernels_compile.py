@@ -30,20 +30,21 @@ KERNELS = {
     "fake_quantize of pairs": (
         fake_quantize._pairs_kernel,
         "*bf16 *bf16 *bf16",
-        {"FROM_AMAX": True, "STRIDED": True, "ONE_GROUP": False, "TILE": 128},
+        {"FROM_AMAX": True, "STRIDED": True, "FOLDED": True, "TILE": 128},
     ),
     "quantize of pairs": (
         quantize._pairs_kernel,
         "*bf16 *bf16 *fp32 *u8 *u8",
-        {"FROM_AMAX": True, "STRIDED": True, "SWIZZLED": True, "ONE_GROUP": False, "TILE": 512},
+        {"FROM_AMAX": True, "STRIDED": True, "SWIZZLED": True, "FOLDED": True, "TILE": 512},
     ),
 }
+KERNELS["dequantize to pairs"] = (dequantize._pairs_kernel, "*u8 *u8 *fp32 *bf16", {"FOLDED": False, "TILE": 128})
 for recipe in range(6):
     both = {"RECIPE": recipe, "KEEPS_NEGATIVE_ZERO": recipe in (0, 4, 5)}
     KERNELS[f"fake_quantize {recipe}"] = (
         fake_quantize._kernel,
         "*bf16 *fp32 *fp32 *fp32 *fp32",
-        both | {"FROM_AMAX": False, "STRIDED": True, "ONE_GROUP": False, "TILE": 64},
+        both | {"FROM_AMAX": False, "STRIDED": True, "FOLDED": True, "TILE": 64},
     )
     KERNELS[f"fake_quantize transposed {recipe}"] = (
         fake_quantize._transposed_kernel,
@@ -53,12 +54,12 @@ for recipe in range(6):
     KERNELS[f"quantize {recipe}"] = (
         quantize._kernel,
         "*fp32 *fp32 *fp32 *fp32 *fp32 *u8 *u8",
-        {"RECIPE": recipe, "FROM_AMAX": False, "SWIZZLED": False, "ONE_GROUP": False, "TILE": 64},
+        {"RECIPE": recipe, "FROM_AMAX": False, "SWIZZLED": False, "FOLDED": True, "TILE": 64},
     )
     KERNELS[f"dequantize {recipe}"] = (
         dequantize._kernel,
         "*u8 *u8 *fp32 *fp32 *bf16",
-        both | {"PAIRS": recipe == 0, "ONE_GROUP": False, "TILE": 64},
+        both | {"FOLDED": True, "TILE": 64},
     )
 
 

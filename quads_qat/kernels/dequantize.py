@@ -1,4 +1,7 @@
-"""``dequantize``: read codes and scales once, write decoded values once."""
+"""``dequantize``: read codes and scales once, write decoded values once.
+
+bf16 from Recipe.ALIGNED takes the road of *pairs* (``pairs.py``); everything else takes one fp32 lane an element.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from quads_qat.config import Recipe
 from quads_qat.kernels import numerics as num
 from quads_qat.kernels.launch import RECIPES, grid_of, group_and_tile, scale_pointer
+from quads_qat.kernels.pairs import decoded_words
 
 
 @triton.jit
@@ -24,6 +28,21 @@ def _signed(code, decode, KEEPS_NEGATIVE_ZERO: tl.constexpr):
 
 
 @triton.jit
+def _pairs_kernel(
+    qdata_ptr, block_scale_ptr, scale_ptr, out_ptr, n_blocks, tiles, FOLDED: tl.constexpr, TILE: tl.constexpr
+):
+    """ALIGNED to bf16, where s p and all values are exact: half a block to a thread, two values to a register."""
+    group, tile = group_and_tile(tiles, FOLDED)
+    half = tile * TILE + tl.arange(0, TILE)
+    inside = half < 2 * n_blocks
+    index = group * (2 * n_blocks) + half
+    word = tl.load(qdata_ptr.to(tl.pointer_type(tl.int32)) + index, mask=inside, other=0)
+    s = num.e4m3_value(tl.load(block_scale_ptr + index // 2, mask=inside, other=0).to(tl.int32))
+    out = out_ptr.to(tl.pointer_type(tl.int32)) + index[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out, decoded_words(word, s * tl.load(scale_ptr + group)), mask=inside[:, None])
+
+
+@triton.jit
 def _kernel(
     qdata_ptr,
     block_scale_ptr,
@@ -34,11 +53,10 @@ def _kernel(
     tiles,
     RECIPE: tl.constexpr,
     KEEPS_NEGATIVE_ZERO: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
+    FOLDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    group, tile = group_and_tile(tiles, FOLDED)
     block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     index = group * n_blocks + block
@@ -50,13 +68,9 @@ def _kernel(
     decode = num.decode_scale_of(s, p, stored, RECIPE)[:, None]
     even = _signed(packed & 15, decode, KEEPS_NEGATIVE_ZERO)
     odd = _signed(packed >> 4, decode, KEEPS_NEGATIVE_ZERO)
-    if PAIRS:  # exact in bf16: the high halves of the fp32 values, two to a word
-        pair = ((num.bits(even) >> 16) & 0xFFFF) | (num.bits(odd) & -65536)
-        tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + index[:, None] * 8 + half, pair, mask=inside[:, None])
-    else:
-        value = tl.interleave(even, odd)
-        offs = index[:, None] * 16 + tl.arange(0, 16)[None, :]
-        tl.store(out_ptr + offs, num.round_to(value, out_ptr.dtype.element_ty), mask=inside[:, None])
+    value = tl.interleave(even, odd)
+    offs = index[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + offs, num.round_to(value, out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def dequantize(
@@ -71,21 +85,27 @@ def dequantize(
         return out
     groups = max(1, per_tensor_scale.numel())
     blocks = block_scale.numel() // groups
-    tile = 128
-    programs, tiles = grid_of(groups, blocks, tile)
-    _kernel[(programs,)](
-        qdata.contiguous(),
-        block_scale.contiguous().view(torch.uint8),
-        scale_pointer(per_tensor_scale),
+    qdata, block_scale = qdata.contiguous(), block_scale.contiguous().view(torch.uint8)
+    given = scale_pointer(per_tensor_scale)
+    if dtype == torch.bfloat16 and recipe is Recipe.ALIGNED:
+        grid = grid_of(groups, 2 * blocks, 256)
+        _pairs_kernel[grid.size](
+            qdata, block_scale, given, out, blocks, grid.tiles, FOLDED=grid.folded, TILE=256, num_warps=4
+        )
+        return out
+    grid = grid_of(groups, blocks, 64)
+    _kernel[grid.size](
+        qdata,
+        block_scale,
+        given,
         scale_pointer(stored),
         out,
         blocks,
-        tiles,
+        grid.tiles,
         RECIPE=RECIPES[recipe],
         KEEPS_NEGATIVE_ZERO=not recipe.value.startswith("modelopt"),
-        PAIRS=dtype == torch.bfloat16 and recipe is Recipe.ALIGNED,
-        ONE_GROUP=groups == 1,
-        TILE=tile,
-        num_warps=4,
+        FOLDED=grid.folded,
+        TILE=64,
+        num_warps=1,
     )
     return out

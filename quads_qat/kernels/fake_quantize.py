@@ -38,10 +38,10 @@ def _pairs_kernel(
     group_stride,
     FROM_AMAX: tl.constexpr,
     STRIDED: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
+    FOLDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    group, tile = group_and_tile(tiles, FOLDED)
     block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     lane = tl.arange(0, 8)[None, :]
@@ -74,10 +74,10 @@ def _kernel(
     FROM_AMAX: tl.constexpr,
     STRIDED: tl.constexpr,
     KEEPS_NEGATIVE_ZERO: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
+    FOLDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    group, tile = group_and_tile(tiles, FOLDED)
     block = tile * TILE + tl.arange(0, TILE)
     inside = (block < n_blocks)[:, None]
     lane = tl.arange(0, 16)[None, :]
@@ -185,33 +185,33 @@ def fake_quantize(
         return out
     if x.dtype == dtype == torch.bfloat16 and recipe is Recipe.ALIGNED:
         tile = 128
-        programs, tiles = grid_of(runs.groups, runs.blocks, tile)
-        _pairs_kernel[(programs,)](
+        grid = grid_of(runs.groups, runs.blocks, tile)
+        _pairs_kernel[grid.size](
             runs.x,
             scale_pointer(scale),
             out,
             runs.blocks,
-            tiles,
+            grid.tiles,
             runs.per_row,
             runs.row_stride,
             runs.group_stride,
             FROM_AMAX=from_amax,
             STRIDED=runs.strided,
-            ONE_GROUP=runs.groups == 1,
+            FOLDED=grid.folded,
             TILE=tile,
             num_warps=2,
         )
         return out
     tile = 64
-    programs, tiles = grid_of(runs.groups, runs.blocks, tile)
-    _kernel[(programs,)](
+    grid = grid_of(runs.groups, runs.blocks, tile)
+    _kernel[grid.size](
         runs.x,
         scale_pointer(scale),
         scale_pointer(stored),
         scale_pointer(source),
         out,
         runs.blocks,
-        tiles,
+        grid.tiles,
         runs.per_row,
         runs.row_stride,
         runs.group_stride,
@@ -219,7 +219,7 @@ def fake_quantize(
         FROM_AMAX=from_amax,
         STRIDED=runs.strided,
         KEEPS_NEGATIVE_ZERO=not recipe.value.startswith("modelopt"),
-        ONE_GROUP=runs.groups == 1,
+        FOLDED=grid.folded,
         TILE=tile,
     )
     return out

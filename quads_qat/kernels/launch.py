@@ -105,19 +105,36 @@ def first_elements(block, group, n_blocks, per_row, row_stride, group_stride, ST
     return start
 
 
-@triton.jit
-def group_and_tile(pid, tiles, ONE_GROUP: tl.constexpr):
-    """Which scale group a program belongs to (int64), and which tile of it."""
-    if ONE_GROUP:  # no division: it costs a tenth of a small program
-        group = tl.zeros((), tl.int64)
-        tile = pid
-    else:
-        group = (pid // tiles).to(tl.int64)
-        tile = pid % tiles
-    return group, tile
+_MOST_ROWS_OF_A_GRID = 65535  # CUDA's limit of its second dim
 
 
-def grid_of(groups: int, per_group: int, tile: int) -> tuple[int, int]:
-    """(programs, programs per group): at least one per group, since the first has more to do than its blocks."""
+class Grid(NamedTuple):
+    """Programs for tiles of several groups: (tiles, groups), or ``folded`` into one dim for very many groups."""
+
+    size: tuple[int, ...]
+    tiles: int
+    folded: bool
+
+
+def grid_of(groups: int, per_group: int, tile: int) -> Grid:
+    """At least one tile for each group, since the first has more to do than its blocks."""
     tiles = max(1, cdiv(per_group, tile))
-    return groups * tiles, tiles
+    if groups > _MOST_ROWS_OF_A_GRID:
+        return Grid((groups * tiles,), tiles, True)
+    return Grid((tiles, groups), tiles, False)
+
+
+@triton.jit
+def group_and_tile(tiles, FOLDED: tl.constexpr):
+    """Which scale group a program belongs to (int64), and which tile of it: the last ones first.
+
+    An amax of the same tensor has often just run, and what it read last is still in the L2 cache.
+    """
+    if FOLDED:
+        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        group = program // tiles
+        tile = program % tiles
+    else:  # no division: it costs a tenth of a small program
+        group = tl.num_programs(1) - 1 - tl.program_id(1)
+        tile = tiles - 1 - tl.program_id(0)
+    return group.to(tl.int64), tile

@@ -169,3 +169,51 @@ def packed_word(words, encode):
         w0, w1, w2, w3 = words
         word = tl.inline_asm_elementwise(_PACKED_WORD, "=r,r,r,r,r,r", [w0, w1, w2, w3, encode], tl.int32, True, 1)
     return word
+
+
+def _decoded_words_assembly() -> str:
+    """PTX: eight codes $4 and the bf16 pair (d, d) $5 -> $0 to $3, four bf16 pairs code * d.
+
+    A code's sign in bit 15 and its magnitude in bits 6 to 8 are a bf16 of 2**-126 its value. A byte b of two codes
+    becomes such a pair by b * 0x1001, which brings the second code to the upper half, and a multiplication by 0x1040,
+    which shifts by 12 and by 6 at once. Both products are exact; -0.0 is added to keep a zero's sign, since sm_80
+    multiplies pairs only with an addition.
+    """
+    lines = [".reg .b32 b, u, up, zero;", "mov.b32 up, 0x7E807E80;", "mov.b32 zero, 0x80008000;"]  # 2**126, -0.0
+    for i in range(4):
+        lines += [
+            f"bfe.u32 b, $4, {8 * i}, 8;",
+            "mul.lo.u32 u, b, 0x1001;",
+            "and.b32 u, u, 0x000F000F;",
+            "mul.lo.u32 u, u, 0x1040;",
+            "and.b32 u, u, 0x81C081C0;",
+            "fma.rn.bf16x2 u, u, up, zero;",
+            f"fma.rn.bf16x2 ${i}, u, $5, zero;",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+_DECODED_WORDS = tl.constexpr(_decoded_words_assembly())
+
+
+@triton.jit
+def _decoded_half(code, decode):
+    """Codes 0..15 times s p, as the bits of fp32."""
+    return num.bits(num.from_bits((code * 0x10400000) & -2118123520) * 8.507059173023462e37 * decode)
+
+
+@triton.jit
+def decoded_words(word, decode):
+    """Eight codes [T] (int32) and s p [T] (fp32) -> int32 [T, 4], pairs of bf16 values, exact."""
+    if num.INTERPRETED:
+        shift = 8 * tl.arange(0, 4)[None, :]
+        low = _decoded_half((word[:, None] >> shift) & 15, decode[:, None])
+        high = _decoded_half((word[:, None] >> (shift + 4)) & 15, decode[:, None])
+        pairs = ((low >> 16) & 0xFFFF) | (high & HIGH)
+    else:
+        scale = (num.bits(decode) & HIGH) | ((num.bits(decode) >> 16) & 0xFFFF)
+        a, b, c, d = tl.inline_asm_elementwise(
+            _DECODED_WORDS, "=&r,=&r,=&r,=&r,r,r", [word, scale], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+        )
+        pairs = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4))
+    return pairs

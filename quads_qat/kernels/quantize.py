@@ -72,10 +72,10 @@ def _pairs_kernel(
     FROM_AMAX: tl.constexpr,
     STRIDED: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
+    FOLDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    group, tile = group_and_tile(tiles, FOLDED)
     block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     index = group * n_blocks + block
@@ -118,10 +118,10 @@ def _kernel(
     RECIPE: tl.constexpr,
     FROM_AMAX: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
+    FOLDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    group, tile = group_and_tile(tl.program_id(0), tiles, ONE_GROUP)
+    group, tile = group_and_tile(tiles, FOLDED)
     block = tile * TILE + tl.arange(0, TILE)
     inside = block < n_blocks
     half = tl.arange(0, 8)[None, :]
@@ -199,26 +199,26 @@ def quantize(
     given, scale_stride = scale_pointer(scale), 0 if scale.numel() == 1 else 1
     shape = (runs.blocks, runs.per_row, runs.row_stride, runs.group_stride, columns, padded_columns, padded_size)
     if x.dtype == torch.bfloat16 and recipe is Recipe.ALIGNED and not transposed:
-        programs, tiles = grid_of(runs.groups, runs.blocks, 128)
-        _pairs_kernel[(programs,)](
+        grid = grid_of(runs.groups, runs.blocks, 128)
+        _pairs_kernel[grid.size](
             runs.x,
             given,
             p,
             qdata,
             scales,
             scale_stride,
-            tiles,
+            grid.tiles,
             *shape,
             FROM_AMAX=from_amax,
             STRIDED=runs.strided,
             SWIZZLED=swizzled,
-            ONE_GROUP=runs.groups == 1,
+            FOLDED=grid.folded,
             TILE=128,
             num_warps=2,
         )
     else:
-        programs, tiles = grid_of(runs.groups, runs.blocks, 64)
-        _kernel[(programs,)](
+        grid = grid_of(runs.groups, runs.blocks, 64)
+        _kernel[grid.size](
             runs.x,
             given,
             given if stored is None else scale_pointer(stored),
@@ -227,13 +227,13 @@ def quantize(
             qdata,
             scales,
             scale_stride,
-            tiles,
+            grid.tiles,
             *shape,
             k_stride=rows if transposed else 1,
             RECIPE=RECIPES[recipe],
             FROM_AMAX=from_amax,
             SWIZZLED=swizzled,
-            ONE_GROUP=runs.groups == 1,
+            FOLDED=grid.folded,
             TILE=64,
         )
     return qdata, scales.view(torch.float8_e4m3fn), p
