@@ -136,6 +136,8 @@ class W4A16Experts(StandsFor):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
         if self.full_precision.active and self.full_precision.on():
+            if self._observing():
+                self._observe(None, *args, **kwargs)
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         if self._grouped():
             return grouped_forward(self, *args, **kwargs)
@@ -179,10 +181,16 @@ class W4A16Experts(StandsFor):
             sources.append((q, _again(weight, amax, fmt)))
         return autograd.recompute_quantized(sources)
 
-    def _observe(self, amaxes: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
-        """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched."""
+    def _observe(self, amaxes: dict[str, Tensor] | None, *args: Any, **kwargs: Any) -> None:
+        """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched.
+
+        ``amaxes`` None: with the master weights.
+        """
         with torch.no_grad():
-            weights = {name: self._quantized(name, amaxes[name]) for name in self.layout.parameters}
+            weights: dict[str, Any] = {
+                name: self._parameters[name] if amaxes is None else self._quantized(name, amaxes[name])
+                for name in self.layout.parameters
+            }
 
             def project(name: str, expert: int, x: Tensor) -> Tensor:
                 self.observers[name].update(x)
@@ -210,6 +218,8 @@ class W4A4Experts(W4A16Experts):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
         if self.full_precision.active and self.full_precision.on():
+            if self._observing():
+                self._observe(None, *args, **kwargs)
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         amaxes = {name: self.amax(name) for name in self.layout.parameters}
         # one view for all experts: its backward is one stack, where a select each would add up whole zero stacks

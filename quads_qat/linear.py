@@ -85,10 +85,10 @@ class W4A16Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""
-        if self.full_precision.active and self.full_precision.on():
-            return F.linear(x, self.weight, self.bias)
         if self.observer.enabled:
             self.observer.update(x)
+        if self.full_precision.active and self.full_precision.on():
+            return F.linear(x, self.weight, self.bias)
         return autograd.linear(
             x,
             self.weight,
