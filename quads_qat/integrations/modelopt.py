@@ -163,6 +163,8 @@ class ModelOptQuantizer(HfQuantizer):
                 self._decode(model, weight, parts)
             else:
                 self._fill(model, weight, parts)
+        if not self.quantization_config.dequantize:
+            model.requires_grad_(False)
         del self.checkpoint, self.parts
         return model
 
