@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,8 @@ Names = Annotated[list[str] | None, typer.Option(help="Module name, glob or re:r
 
 
 def main() -> None:
-    """Entry point: library errors become one line and exit code 2."""
+    """Entry point: library errors become one line and exit code 2, our warnings one line."""
+    python_s, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:  # pyright: ignore[reportGeneralTypeIssues]
@@ -52,7 +54,14 @@ def main() -> None:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted; what was finished is kept if the same command can continue it, nothing half-written is")
+    finally:
+        warnings.formatwarning = python_s
     raise SystemExit(code or 0)
+
+
+def _one_line(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+    text = str(message) if category.__module__.startswith("quads_qat") else f"{category.__name__}: {message}"
+    return f"warning: {' '.join(text.split())}\n"
 
 
 def fail(message: str) -> NoReturn:

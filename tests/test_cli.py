@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from quads_qat import cli
 from quads_qat.demo import DATA
+from quads_qat.engine_limits import EngineWarning
 
 
 @dataclass
@@ -58,6 +60,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         summary = json.loads(done.stdout)
         assert (summary["dialect"], summary["recipe"], summary["quantized"]) == (dialect, "aligned", 112)
     return paths
+
+
+def test_our_warnings_are_one_line():
+    before = warnings.formatwarning
+    assert quads_qat("--help").returncode == 0
+    assert warnings.formatwarning is before
+    assert cli._one_line(EngineWarning("no\nscale"), EngineWarning, "export.py", 3) == "warning: no scale\n"
+    assert cli._one_line("old", FutureWarning, "x.py", 1, line="x") == "warning: FutureWarning: old\n"
 
 
 def test_verify_says_equal(checkpoints: dict[str, Path]):

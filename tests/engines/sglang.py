@@ -98,17 +98,18 @@ def computes(scheme: str, capability: int) -> str:
 
 
 def load(checkpoint: Checkpoint, capability: int = 100) -> Loaded:
-    """Load and post-process; a missing input scale is 1.0."""
+    """Load and post-process; a missing input scale is 1.0 in the ModelOpt dialect, and was not read in the other."""
     scheme, _ = read_config(checkpoint)
     loaded = Loaded(computes(scheme, capability))
     matrices = checkpoint.matrices()
     _check_known_limits(checkpoint, [name for name, matrix in matrices.items() if matrix.dtype == torch.uint8])
     divides = checkpoint.packed
+    unset = torch.nan if checkpoint.packed else 1.0
     modules = build(checkpoint)
     for name, shards in modules.dense.items():
         if not quantizes(checkpoint, name, shards):
             continue
-        layer = fill(checkpoint, shards, input_scale=1.0)
+        layer = fill(checkpoint, shards, input_scale=unset)
         loaded.weights |= layer.decode(layer.scales.max().expand(len(shards)), divides=divides)
         if scheme == "W4A4":
             loaded.use_input_scale(shards, layer.input_scales.max())
@@ -116,7 +117,7 @@ def load(checkpoint: Checkpoint, capability: int = 100) -> Loaded:
         if not quantizes(checkpoint, name, [module for modules in experts.values() for module in modules]):
             continue
         for projection in by_projection(checkpoint, experts):
-            layers = [fill(checkpoint, shards, input_scale=1.0) for shards in projection]
+            layers = [fill(checkpoint, shards, input_scale=unset) for shards in projection]
             for layer in layers:
                 # Marlin and compressed-tensors take the gate's scale twice; other backends keep one for gate and one
                 # for up.

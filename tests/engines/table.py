@@ -136,8 +136,8 @@ of what the engines do on load. No engine was run. The rules were read from:
 {versions}
 
 Engines in a cell: **vLLM, SGLang, TensorRT-LLM**. ✓: by these rules the engine reads the config, takes for quantized
-what is, finds every tensor, and multiplies by exactly the weights, bit for bit, that the trainer multiplied by, with the
-activation scales of the file. It says nothing about whether the engine has the model, or about renaming inside the
+what is, finds every tensor, and multiplies by exactly the weights, bit for bit, that the trainer multiplied by, with
+the activation scales of the file. It says nothing about whether the engine has the model, or about renaming inside the
 code of single models. A number is a known refusal, ? an unread rule, \\* see below. Whole models are quantized
 (`scope="all"`), but for what the last column names. `_vl` is a multimodal model where a text-only class exists too.
 """
@@ -156,12 +156,14 @@ _RULES = """\
 - **Config.** vLLM and SGLang read `quantization_config` of config.json and look at hf_quant_config.json only without
   it; for TensorRT-LLM hf_quant_config.json wins, with a warning where they differ. Ours agree.
 - **What is ignored**, ModelOpt dialect. vLLM: equal, *or contained in the name* (`model.layers.1` also hits layer 10),
-  or a glob; SGLang: a regex for the whole name or any one component; TensorRT-LLM: a glob for the name or anything above
-  it. So full names are written, and where one is part of a quantized module's name its last letter is in brackets.
+  or a glob; SGLang: a regex for the whole name or any one component; TensorRT-LLM: a glob for the name or anything
+  above it. So full names are written, and where one is part of a quantized module's name its last letter is in
+  brackets.
 - **What is ignored**, compressed-tensors. Exact names or `re:`; vLLM asks for experts under `...experts.0.gate_proj`,
   `up_proj`, `down_proj`, whatever they are called on disk.
 - **Fused layers** (q/k/v, gate/up, w1/w3, q_a/kv_a, in_proj_qkv/z) have one scale: the largest (vLLM, SGLang), or they
-  must be equal (TensorRT-LLM). vLLM's experts take the gate's for up too. Ours are equal, in the training forward already.
-- **Activation scales.** A missing one is whatever the memory held (vLLM), 1.0 (SGLang), or makes scales unequal
-  (TensorRT-LLM). Experts: the largest of a layer, or each expert's own; ours are equal.
+  must be equal (TensorRT-LLM). vLLM's experts take the gate's for up too. Ours are equal, in the training forward
+  already. A layer that is fused on disk fills every slot (since vllm#39765, sglang#29151).
+- **Activation scales.** A missing one is whatever the memory held (vLLM), 1.0 (SGLang, ModelOpt dialect), or makes
+  scales unequal (TensorRT-LLM). Experts: the largest of a layer, or each expert's own; ours are equal.
 """
