@@ -149,6 +149,12 @@ class Assembly:
         return replace(self.q, per_tensor_scale=scale[index].clone(), stored_scale=self.q.stored_scale[index].clone())
 
 
+def is_transposed_stack(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a stack of experts that the model keeps as [E, K, N]."""
+    layout = layout_of(model.get_submodule(name.rpartition(".")[0]))
+    return layout is not None and layout.transposed and name.rpartition(".")[2] in layout.parameters
+
+
 def cut(t: Tensor, expert: int | None, rows: slice | None) -> Tensor:
     """Rows of one expert of [(E,) N, *]: a view."""
     t = t if expert is None else t[expert]

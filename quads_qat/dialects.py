@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quads_qat.config import Dialect, Recipe
-from quads_qat.formats import BLOCK_SIZE
+from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.qtensor import NVFP4Tensor
 
 _EXPORTABLE = {
@@ -137,6 +137,11 @@ def layouts(
 def scale_shape(dialect: Dialect) -> tuple[int, ...]:
     """Of a per-tensor scale and of an activation scale."""
     return () if dialect is Dialect.MODELOPT else (1,)
+
+
+def amax_of_input_scale(scale: Tensor, dialect: Dialect) -> Tensor:
+    """The amax that a stored activation scale stands for, in its shape."""
+    return (scale if dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
 
 
 def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe, *, transposed: bool) -> NVFP4Tensor:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, names, ops
-from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, cut, disk_plan
+from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, cut, disk_plan, is_transposed_stack
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
 from quads_qat.contract import KEY, Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.convert import install, install_packed
 from quads_qat.experts import layout_of
-from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
+from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key
 from quads_qat.skeleton import skeleton
@@ -110,7 +110,7 @@ class Checkpoint:
         scale = self.reader.get(scale_name).float().reshape(())
         if not bool(torch.isfinite(scale) & (scale > 0)):
             raise ValueError(f"{scale_name} must be finite and > 0, got {scale.item()}")
-        amax = (scale if self.dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+        amax = dialects.amax_of_input_scale(scale, self.dialect)
         if not bool(torch.isfinite(amax)):
             raise ValueError(f"{scale_name} is {scale.item()}: no activation can need such a scale")
         return amax
@@ -188,6 +188,7 @@ def load_rollout(
     residual: ResidualConfig | None = None,
     activation_scale: ActivationScale | str | None = None,
     activation_recipe: Recipe | str | None = None,
+    weights_only: bool = False,
     dtype: torch.dtype | None = None,
     contract: Contract | None = None,
 ) -> nn.Module:
@@ -198,10 +199,11 @@ def load_rollout(
         residual: what is compensated. None: what config.json records; where it records nothing, nothing quantizes the
             activations of a W4A16 checkpoint (weight-only), and half of the channels per token are compensated for a
             W4A4 one. ``fraction=0`` is naive W4A4.
-        activation_scale: ``per_token``, ``per_tensor`` or ``static`` (the checkpoint's input scales). None: what
-            config.json records, else ``per_token``.
+        activation_scale: ``per_token``, ``per_tensor`` or ``static`` (the checkpoint's input scales; those of a W4A16
+            checkpoint wait for ``calibrate``). None: what config.json records, else ``per_token``.
         activation_recipe: arithmetic of the activations. ALIGNED rounds an imported scale up to a power of two. None:
             what config.json records, else ALIGNED.
+        weights_only: leave activations alone (W4A16 inference), whatever the checkpoint says.
         dtype: of what is not quantized; None: the config's.
         contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe and
             scale groups, and, where it names a rollout policy, that one (an explicit argument above stands for it).
@@ -213,14 +215,22 @@ def load_rollout(
         ValueError: a missing or damaged file, tensor or scale, an unknown architecture, another contract.
     """
     checkpoint = Checkpoint.open(path)
+    if weights_only and (residual or activation_scale or activation_recipe):
+        raise ValueError(
+            "load_rollout: weights_only=True leaves activations alone; drop it, or drop residual, activation_scale and "
+            "activation_recipe"
+        )
     activation, residual = rollout_policy(checkpoint, residual, activation_scale, activation_recipe, contract)
+    if weights_only:
+        activation = residual = None
     model = skeleton(path, checkpoint.reader.names(), dtype)
     conversion, plan = checkpoint.plan(model)
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
     for parameter, disks in by_parameter(plan).items():
         packed[parameter] = read_parameter(checkpoint, model.get_parameter(parameter), disks)
-        amaxes[parameter] = shared_input_amax(checkpoint, disks, required=static)
+        required = static and not checkpoint.weights_only
+        amaxes[parameter] = shared_input_amax(checkpoint, disks, required=required)
         conversion.observers[activation_key(disks[0].weight.group)].amax = amaxes[parameter]
     _fill_rest(model, checkpoint.reader, plan)
     install(model, conversion)
@@ -362,7 +372,7 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
     yield from split.items()
     found_otherwise = {*split, *(disk.weight.name for disk in plan.weights)}
     rest = [n for n in names.state_dict_names(model) if n not in found_otherwise]
-    matrices = {n: _is_transposed_stack(model, n) for n in rest if n in parameters and state[n].ndim in (2, 3)}
+    matrices = {n: is_transposed_stack(model, n) for n in rest if n in parameters and state[n].ndim in (2, 3)}
     try:
         disks = names.disk_tensors(model, matrices)
     except names.DiskLayoutError as error:
@@ -386,11 +396,6 @@ def _fill(place: Tensor, tensor: Tensor, name: str) -> None:
     if place.shape != tensor.shape:  # copy_ would broadcast
         raise ValueError(f"{name} must have shape {list(place.shape)}, got {list(tensor.shape)}")
     place.copy_(tensor)
-
-
-def _is_transposed_stack(model: nn.Module, name: str) -> bool:
-    layout = layout_of(model.get_submodule(name.rpartition(".")[0]))
-    return layout is not None and layout.transposed and name.rpartition(".")[2] in layout.parameters
 
 
 def _assign(model: nn.Module, name: str, value: Tensor) -> None:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import dialects, names
-from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, disk_plan, layer_of
+from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, disk_plan, is_transposed_stack, layer_of
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, Weight
-from quads_qat.experts import layout_of
 from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.scale_groups import ScaleGroup
 from quads_qat.weight_stream import CACHE_SCALES
@@ -257,12 +256,6 @@ def _of_elements(elements: names.DiskElements, name: str, numel: int, positions:
     if there.numel() == here.numel() == numel == math.prod(shape) and torch.equal(there, here):
         return Target(name, shape)  # by far the most: no need to keep positions
     return Target(name, shape, positions=positions)
-
-
-def is_transposed_stack(model: nn.Module, name: str) -> bool:
-    """Whether the parameter is a stack of experts that is stored [E, K, N]."""
-    layout = layout_of(model.get_submodule(name.rpartition(".")[0]))
-    return layout is not None and layout.transposed and name.rpartition(".")[2] in layout.parameters
 
 
 def module_of(root: nn.Module, weight: Weight) -> PackedModule:

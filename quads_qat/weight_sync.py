@@ -41,10 +41,9 @@ from torch import Tensor, nn
 from quads_qat import dialects
 from quads_qat.autograd import group_amax
 from quads_qat.checkpoint_plan import Assembly, DiskWeight
-from quads_qat.config import Dialect, Mode, Recipe
+from quads_qat.config import Mode, Recipe
 from quads_qat.conversion import Conversion, Weight, conversion_of
 from quads_qat.convert import quantize_master
-from quads_qat.formats import SCALE_RANGE
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_ledger import Ledger
@@ -254,7 +253,8 @@ class _Sync:
         scale = tensor.reshape(()).clone()
         if not bool(torch.isfinite(scale) & (scale > 0)):
             raise ValueError(f"update_weights: {name} must be finite and > 0, got {scale.item()}")
-        amax = (scale if self.ledger.dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+        assert self.ledger.dialect is not None
+        amax = dialects.amax_of_input_scale(scale, self.ledger.dialect)
         self.input_amaxes.setdefault(disk.weight.name, []).append(amax)
 
     def _take_plain(self, name: str, target: Target, tensor: Tensor) -> None:

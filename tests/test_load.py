@@ -227,8 +227,31 @@ def test_static_activation_scales(dialect: Dialect, checkpoint: Any) -> None:
     options: Any = {"activation_recipe": "modelopt-ieee"}
     static, per_token = (qq.load_rollout(path, activation_scale=s, **options) for s in ("static", "per_token"))
     assert not torch.equal(logits(static), logits(per_token))
+    uncalibrated = qq.load_rollout(checkpoint("qwen3moe", dialect), activation_scale="static")
+    with pytest.raises(ValueError, match=r"activation_scale='static' and was not calibrated; run quads_qat\.calibrate"):
+        logits(uncalibrated)
+
+
+@dialects
+def test_a_w4a4_checkpoint_without_a_static_scale_is_refused(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(checkpoint("qwen3moe", dialect, "observed"), path)
+    kept = tensors(path)
+    del kept[next(name for name in kept if "input" in name)]
+    save_file(kept, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"input_.*scale is missing, and activation_scale='static' needs it; use"):
-        qq.load_rollout(checkpoint("qwen3moe", dialect), activation_scale="static")
+        qq.load_rollout(path, activation_scale="static")
+
+
+def test_weights_only_leaves_activations_alone_whatever_the_checkpoint_says(checkpoint: Any) -> None:
+    path = checkpoint("qwen3", "modelopt", "observed")
+    rollout = qq.load_rollout(path, weights_only=True)
+    module = rollout.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(module, ResidualCompensatedLinear)
+    assert (module.activation, module.residual) == (None, None)
+    assert torch.equal(logits(rollout), logits(qq.load_model(path)))
+    with pytest.raises(ValueError, match="load_rollout: weights_only=True leaves activations alone; drop it, or drop"):
+        qq.load_rollout(path, weights_only=True, activation_scale="static")
 
 
 def test_what_a_rollout_does_with_activations(checkpoint: Any) -> None:
