@@ -16,14 +16,14 @@ from quads_qat.kernels.matmul import Narrow, Wide, _aligned, device_of, launch
 
 def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide:
     """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert."""
-    mean = triton.cdiv(m, max(1, min(experts, m)))
-    if not ordered and (mean * terms <= 8 or k % RUN):
-        columns = 8 if mean * terms <= 8 else 16
-        return Narrow(32, columns, 16, 1, 4) if n >= 1024 else Narrow(16, columns, 16, 2, 4)
-    columns = min(max(16, triton.next_power_of_2(mean)), 128)
-    return Wide(
-        128 if columns > 16 else 64, columns, 16 if columns * terms <= 64 else 8, 8 if columns > 16 else 4, 3, 1
-    )
+    mean = terms * triton.cdiv(m, max(1, min(experts, m)))
+    if not ordered and (mean <= 8 or k % RUN):
+        return Narrow(32, 8, 8, 2, 4) if mean <= 8 else Narrow(32, 16, 16, 2, 3)
+    columns = min(max(16, triton.next_power_of_2(2 * mean)), 256)
+    stacked = terms == 2
+    if columns == 16:
+        return Wide(64, 16, 16, 4, 3, 1, stacked)
+    return Wide(128, columns, 8, 8, 3 if columns > 64 else 4, 1, stacked)
 
 
 def grouped_matmul(
@@ -47,7 +47,7 @@ def grouped_matmul(
         qdata: [E, N, K/2] uint8.
         block_scale: [E, N, K/16] float8_e4m3fn.
         per_tensor_scale: [] or [E] float32.
-        ends: [E] int32, the row after each expert's last; rows from ``ends[-1]`` on are left as zeros.
+        ends: [E] int32, the row after each expert's last; ``ends[-1]`` is M.
         bias: [E, N] or None.
         row_scale: [T, M] float32 or None.
         ordered: K of ``x`` is in tensor-core order.
@@ -60,16 +60,15 @@ def grouped_matmul(
     """
     terms, m, k = x.shape
     experts, n = qdata.shape[:2]
-    y = torch.zeros(m, n, dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty(m, n, dtype=dtype or x.dtype, device=x.device)
     if y.numel() == 0 or experts == 0:
         return y
     config = config or configuration(m, n, k, experts, terms, ordered)
     x = _aligned(x)
     if isinstance(config, Wide) and not ordered:
         x = to_tensor_core_order(x, device_of(x)[1])
-    columns = config.columns // terms if isinstance(config, Narrow) else config.columns
     used = min(experts, m)
-    tiles = used + (m - used) // columns  # each expert with rows has one tile, and one more for every `columns` rows
+    tiles = used + (m - used) // config.height(terms)  # every expert with rows has a tile, and one more when it is full
     grid = triton.cdiv(n, config.rows), tiles
     launch(config, grid, x, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
     return y

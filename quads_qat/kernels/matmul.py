@@ -7,6 +7,7 @@ row of y are the same for every number of rows that takes the same line of ``con
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,18 +27,42 @@ from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 
 @dataclass(frozen=True)
 class Narrow:
-    """Rows of W, columns (terms times rows of x), blocks a warp and step, slices of K (one a warp), stages."""
+    """Tiles of the narrow kernel.
+
+    Attributes:
+        rows: of W.
+        columns: terms times rows of x.
+        blocks: a warp and step.
+        slices: of K, one a warp.
+        stages: of loads in flight.
+        registers: the most a thread may use, so that more programs fit; None: as many as it likes.
+    """
 
     rows: int
     columns: int
     blocks: int
     slices: int
     stages: int
+    registers: int | None = None
+
+    def height(self, terms: int) -> int:
+        """Rows of y."""
+        return self.columns // terms
 
 
 @dataclass(frozen=True)
 class Wide:
-    """Rows of W, columns (rows of x), blocks a step, warps, stages, programs that share a tile."""
+    """Tiles of the wide kernel.
+
+    Attributes:
+        rows: of W.
+        columns: rows of x, of both terms where they are stacked.
+        blocks: a step.
+        warps: 64 rows of W have 4 or 8.
+        stages: of loads in flight.
+        splits: programs that share a tile.
+        stacked: two terms are the halves of one tile of x.
+    """
 
     rows: int
     columns: int
@@ -45,9 +70,15 @@ class Wide:
     warps: int
     stages: int
     splits: int
+    stacked: bool = False
+
+    def height(self, terms: int) -> int:
+        """Rows of y."""
+        return self.columns // 2 if self.stacked else self.columns
 
 
 MOST_NARROW_COLUMNS = 16
+MOST_STACKED_COLUMNS = 128
 
 
 @lru_cache(maxsize=4096)
@@ -57,32 +88,41 @@ def configuration(m: int, n: int, k: int, terms: int, processors: int, ordered: 
     ``ordered``: x is in tensor-core order already, which only the wide kernel takes.
     """
     if m * terms <= MOST_NARROW_COLUMNS and not ordered:
-        return _narrow(m, n, terms)
+        return _narrow(m * terms, n)
     if k % RUN or (m > (512 if n * k >= 1 << 25 else 128) and not ordered):
         return None
     return _wide(m, n, k, terms, processors)
 
 
-def _narrow(m: int, n: int, terms: int) -> Narrow:
-    columns = 8 if m * terms <= 8 else 16
-    if n < 4096:
-        return Narrow(16, columns, 16, 4, 4 if columns == 8 else 3)
-    if m * terms == 1:
-        return Narrow(32, 8, 8, 4, 4)
-    if columns == 8:
-        return Narrow(32, 8, 16, 2, 4) if n < 16384 else Narrow(32, 8, 16, 4, 3)
-    return Narrow(32, 16, 16, 4, 3) if n < 16384 else Narrow(32, 16, 16, 1, 3)
+# Columns up to -> rows of W up to -> tiles. Small W need many programs, large ones few instructions a weight.
+_NARROW = {
+    1: {4096: Narrow(16, 8, 16, 4, 4, 80), math.inf: Narrow(16, 8, 32, 2, 3)},
+    8: {4096: Narrow(16, 8, 16, 4, 4), 16384: Narrow(32, 8, 16, 2, 4, 128), math.inf: Narrow(32, 8, 16, 4, 3)},
+    16: {4096: Narrow(16, 16, 16, 4, 3), 16384: Narrow(32, 16, 16, 2, 3), math.inf: Narrow(32, 16, 16, 1, 3)},
+}
+
+
+def _narrow(columns: int, n: int) -> Narrow:
+    by_rows = next(table for most, table in _NARROW.items() if columns <= most)
+    return next(tiles for most, tiles in by_rows.items() if n < most)
 
 
 def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
-    columns = min(max(16, triton.next_power_of_2(m)), 256 if terms == 1 else 128)
-    rows = 64 if columns == 16 or (n < 4096 and columns <= 64) else 128
-    blocks = 16 if columns * terms <= 64 else 8
-    tiles = triton.cdiv(n, rows) * triton.cdiv(m, columns)
+    stacked = terms == 2 and 2 * m <= MOST_STACKED_COLUMNS
+    columns = max(16, triton.next_power_of_2(2 * m if stacked else m))
+    columns = min(columns, 256 if terms == 1 else 128)
+    accumulated = columns if stacked else columns * terms
+    rows, warps = 128, 8
+    if columns == 16 or (n < 4096 and columns <= 128):
+        rows, warps = 64, 4
+    elif n >= 16384 and columns == 128:
+        rows, warps = 256, 16
+    blocks = 16 if accumulated <= 64 else 8
+    tiles = triton.cdiv(n, rows) * triton.cdiv(2 * m if stacked else m, columns)
     steps = triton.cdiv(k // 16, blocks)
     target = 4 * processors if columns == 16 else processors
     splits = min(4, steps, max(1, target // tiles))
-    return Wide(rows, columns, blocks, rows // 16, 3, 1 << (splits.bit_length() - 1))
+    return Wide(rows, columns, blocks, warps, 3, 1 << (splits.bit_length() - 1), stacked)
 
 
 @lru_cache(maxsize=64)
@@ -234,13 +274,14 @@ def launch(
             ONE_ROW=m * terms == 1 and not groups,
             EVEN=n % config.rows == 0 and blocks % (config.blocks * config.slices) == 0,
             num_warps=config.slices,
+            maxnreg=config.registers,
             **options,
         )
         return
-    tiles = grid[0] * (grid[1] if len(grid) > 1 else triton.cdiv(m, config.columns))
+    tiles = grid[0] * (grid[1] if len(grid) > 1 else triton.cdiv(m, config.height(terms)))
     steps = triton.cdiv(blocks, config.blocks)
     if config.splits > 1:
-        size = tiles * config.splits * config.rows * config.columns
+        size = tiles * config.splits * config.rows * config.height(terms)
         workspace, counter = torch.empty(size, device=x.device), counters(x.device, tiles)
     else:
         workspace = counter = y
@@ -256,6 +297,7 @@ def launch(
         x.stride(1),
         x.stride(0),
         SPLITS=config.splits,
+        STACKED=config.stacked,
         EVEN=n % config.rows == 0 and blocks % config.blocks == 0,
         num_warps=config.warps,
         **options,

@@ -44,17 +44,15 @@ def _group_of(tile, ends_ptr, groups, GROUPS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _store_tile(
-    y_ptr,
-    tile,
-    row,
-    column,
-    mask,
-    n,
-    scale,
-    bias_ptr,
-    BIAS: tl.constexpr,
-):
+def _as(x, DTYPE: tl.constexpr):
+    """bf16 activations as the operand type: the interpreter's dot wants fp32."""
+    if tl.float32 == DTYPE:
+        x = num.widen(x)
+    return x
+
+
+@triton.jit
+def _store_tile(y_ptr, tile, row, column, mask, n, scale, bias_ptr, BIAS: tl.constexpr):
     """Scale a tile [N, M], add the bias in fp32, round once, store it into y [M, N]."""
     tile = tile * scale
     if BIAS:
@@ -117,7 +115,7 @@ def narrow_kernel(
         if BIAS:
             bias_ptr += group * n
     elif PDL:
-        line = weight_row.to(tl.int64)[:, None] * (2 * blocks) + tl.arange(0, STEP // 16)[None, :] * 32
+        line = weight_row.to(tl.int64)[:, None] * (2 * blocks) + tl.arange(0, (STEP + 15) // 16)[None, :] * 32
         prefetch(words_ptr + tl.minimum(line, (2 * blocks).to(tl.int64) * n - 1))
         prefetch(block_scale_ptr + tl.minimum(weight_row, n - 1).to(tl.int64) * blocks)
         gdc_wait()
@@ -154,7 +152,7 @@ def narrow_kernel(
             mask = (x_row < end)[None, :, None] & ((16 * t + channel < 16 * blocks) if not EVEN else (channel >= 0))
             x = tl.load(x_ptr + x_start[None, :, None] + 16 * t + channel, mask, 0.0)
             x = narrow_activations(x, BLOCKS)
-        acc = tl.dot(w, num.widen(x) if DTYPE == tl.float32 else x, acc)
+        acc = tl.dot(w, _as(x, DTYPE), acc)
     tile = tl.sum(acc, 0)
     if ROW_SCALE:
         term_row = (column // HALF) * m + x_row
@@ -192,6 +190,7 @@ def wide_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     TERMS: tl.constexpr,
+    STACKED: tl.constexpr,
     EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     SCALE_PER_GROUP: tl.constexpr,
@@ -201,7 +200,11 @@ def wide_kernel(
     PDL: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """ROWS of W with COLUMNS rows of x in tensor-core order; program_id(1) of SPLITS takes ``steps_per_split`` steps of K."""
+    """ROWS of W with COLUMNS rows of x in tensor-core order; program_id(1) of SPLITS takes some steps of K.
+
+    Two terms are STACKED, half of the columns each, or have a tile of x and an accumulator each.
+    """
+    HEIGHT: tl.constexpr = COLUMNS // 2 if STACKED else COLUMNS  # rows of y
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -209,7 +212,7 @@ def wide_kernel(
     row_tiles = tl.cdiv(n, ROWS)
     end = m
     if GROUPS > 0:
-        group, first, end = _group_of(tile_id // row_tiles, ends_ptr, groups, GROUPS, COLUMNS)
+        group, first, end = _group_of(tile_id // row_tiles, ends_ptr, groups, GROUPS, HEIGHT)
         if group >= groups:
             return
         weight_tile = tile_id % row_tiles
@@ -223,9 +226,9 @@ def wide_kernel(
     else:
         BAND: tl.constexpr = 8  # tiles of x side by side: they and the tiles of W that they meet stay in the L2
         band = tile_id // (BAND * row_tiles)
-        height = tl.minimum(tl.cdiv(m, COLUMNS) - band * BAND, BAND)
+        height = tl.minimum(tl.cdiv(m, HEIGHT) - band * BAND, BAND)
         inside_band = tile_id % (BAND * row_tiles)
-        first = (band * BAND + inside_band % height) * COLUMNS
+        first = (band * BAND + inside_band % height) * HEIGHT
         weight_tile = inside_band // height
 
     row = weight_tile * ROWS + tl.arange(0, ROWS)
@@ -233,9 +236,10 @@ def wide_kernel(
     word_column = tl.arange(0, 2 * BLOCKS)[None, :]
     scale_offs = row[:, None] * blocks + scale_column
     word_offs = row[:, None] * (2 * blocks) + word_column
-    x_row = first + tl.arange(0, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    x_row = first + column % HEIGHT
     channel = tl.arange(0, 16 * BLOCKS)[None, :]
-    x_offs = x_row.to(tl.int64)[:, None] * row_stride + channel
+    x_offs = ((column // HEIGHT).to(tl.int64) * term_stride + x_row.to(tl.int64) * row_stride)[:, None] + channel
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     acc2 = tl.zeros((ROWS, COLUMNS), tl.float32)
     split = tl.program_id(1)
@@ -253,30 +257,34 @@ def wide_kernel(
             mask = (x_row < end)[:, None] & (16 * t + channel < 16 * blocks)
         x = tl.load(x_ptr + 16 * t + x_offs, mask, 0.0)
         w = wide_weights(tl.reshape(words, (ROWS, BLOCKS, 2)), scale, ASSEMBLY, DTYPE)
-        acc = tl.dot(w, tl.trans(num.widen(x) if DTYPE == tl.float32 else x), acc)
-        if TERMS == 2:
+        acc = tl.dot(w, tl.trans(_as(x, DTYPE)), acc)
+        if TERMS == 2 and not STACKED:
             x2 = tl.load(x_ptr + term_stride + 16 * t + x_offs, mask, 0.0)
-            acc2 = tl.dot(w, tl.trans(num.widen(x2) if DTYPE == tl.float32 else x2), acc2)
+            acc2 = tl.dot(w, tl.trans(_as(x2, DTYPE)), acc2)
     if ROW_SCALE:
-        acc *= tl.load(row_scale_ptr + x_row, x_row < end, 0.0)[None, :]
-        if TERMS == 2:
+        term_row = (column // HEIGHT) * m + x_row
+        acc *= tl.load(row_scale_ptr + term_row, x_row < end, 0.0)[None, :]
+        if TERMS == 2 and not STACKED:
             acc2 *= tl.load(row_scale_ptr + m + x_row, x_row < end, 0.0)[None, :]
-    if TERMS == 2:
+    if STACKED:
+        acc = tl.sum(tl.reshape(acc, (ROWS, 2, HEIGHT)), 1)
+    elif TERMS == 2:
         acc += acc2
-    inside = (row < n)[:, None] & (x_row < end)[None, :]
+    y_row = first + tl.arange(0, HEIGHT)
+    inside = (row < n)[:, None] & (y_row < end)[None, :]
     p = tl.load(per_tensor_scale_ptr) * TILE_SCALE
     if SPLITS == 1:
-        _store_tile(y_ptr, acc, x_row, row, inside, n, p, bias_ptr, BIAS)
+        _store_tile(y_ptr, acc, y_row, row, inside, n, p, bias_ptr, BIAS)
     else:
-        part = tl.arange(0, ROWS)[:, None] + tl.arange(0, COLUMNS)[None, :] * ROWS
-        workspace_ptr += tile_id.to(tl.int64) * (SPLITS * ROWS * COLUMNS)
-        tl.store(workspace_ptr + split * (ROWS * COLUMNS) + part, acc, mask=inside)
+        part = tl.arange(0, ROWS)[:, None] + tl.arange(0, HEIGHT)[None, :] * ROWS
+        workspace_ptr += tile_id.to(tl.int64) * (SPLITS * ROWS * HEIGHT)
+        tl.store(workspace_ptr + split * (ROWS * HEIGHT) + part, acc, mask=inside)
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + tile_id, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
-            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            total = tl.zeros((ROWS, HEIGHT), tl.float32)
             for i in tl.static_range(SPLITS):
-                parts = workspace_ptr + i * (ROWS * COLUMNS) + part
+                parts = workspace_ptr + i * (ROWS * HEIGHT) + part
                 total += tl.load(parts, mask=inside, other=0.0, cache_modifier=".cg")
-            _store_tile(y_ptr, total, x_row, row, inside, n, p, bias_ptr, BIAS)
+            _store_tile(y_ptr, total, y_row, row, inside, n, p, bias_ptr, BIAS)
             tl.store(counter_ptr + tile_id, 0)  # ready for the next launch
