@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, ops
 from quads_qat.autograd import fake_quantize_weight, group_amax
-from quads_qat.checkpoint_plan import DiskWeight, cut, disk_plan
+from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
-from quads_qat.conversion import conversion_of
+from quads_qat.conversion import Conversion, conversion_of
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
-from quads_qat.scale_groups import group_key, whole
-from quads_qat.weight_stream import CACHE_SCALES, export_rest
+from quads_qat.scale_groups import activation_key, group_key, whole
+from quads_qat.verify_config import announcement_differences, announcement_problems, as_config, model_differences
+from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales
 
 
 class VerificationError(ValueError):
@@ -124,10 +126,73 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         values = cut(trained[weight.name], disk.expert, disk.rows).cpu()
         _compare_quantized(report, checkpoint, disk, values, amax if amax.ndim == 0 else amax[disk.expert])
     report.differences |= dict.fromkeys(sorted(extra), "quantized in the checkpoint, not in the model")
+    rest: dict[str, int] = {}
     for name, tensor in export_rest(root, conversion, plan):
+        rest[name] = tensor.ndim
         if name not in extra:
             _compare(report, checkpoint.reader, name, tensor)
+    _compare_input_scales(report, checkpoint, plan, _observed_scales(checkpoint, conversion, plan))
+    _find_unknown(report, checkpoint, plan, {*rest, *extra}, root)
+    if not extra:
+        report.differences |= announcement_differences(checkpoint, rest, plan, root)
+    config: Any = getattr(root, "config", None)
+    if hasattr(config, "to_dict"):
+        report.differences |= model_differences(config.to_dict(), checkpoint.reader.path, root)
     return report.raise_if_different()
+
+
+def _observed_scales(checkpoint: Checkpoint, conversion: Conversion, plan: Plan) -> dict[str, Tensor]:
+    """The activation scales that the model's own observations give, if those are what the checkpoint holds."""
+    observed = all(observer.amax is not None for observer in conversion.observers.values())
+    if checkpoint.contract is None or checkpoint.contract.activations != "observed" or not observed:
+        return {}
+    return input_scales(plan, conversion, checkpoint.dialect, "observed")
+
+
+def _compare_input_scales(
+    report: Report, checkpoint: Checkpoint, plan: Plan, expected: dict[str, Tensor] | None = None
+) -> None:
+    """Activation scales against the model's, and against those of the weights that take the same input."""
+    ours = checkpoint.contract is not None and checkpoint.contract.activations == "observed"
+    groups: dict[Any, dict[str, Tensor]] = {}
+    for disk in plan.weights:
+        name = checkpoint.tensor_names(disk.name).input_scale
+        if name in checkpoint.reader and disk.name not in report.differences:
+            key = activation_key(disk.weight.group) if ours else disk.scale_key
+            groups.setdefault(key, {})[name] = checkpoint.reader.get(name).float()
+    for members in groups.values():
+        values = [scale.flatten().tolist() for scale in members.values()]
+        common = next(iter(members.values())) if len(values) < 3 else members[list(members)[_most_common(values)]]
+        for name, scale in members.items():
+            if expected and name in expected:
+                how = difference(scale, expected[name])
+            else:
+                how = difference(scale, common)
+                how = how and f"{how} of the weights that take the same input"
+            if how:
+                report.differences[name] = how
+
+
+def _most_common(values: list[Any]) -> int:
+    return max(range(len(values)), key=lambda i: values.count(values[i]))
+
+
+def _find_unknown(report: Report, checkpoint: Checkpoint, plan: Plan, known: set[str], root: nn.Module) -> None:
+    """Tensors of the checkpoint that are nothing of the model's."""
+    scales = checkpoint.contract is None or not checkpoint.weights_only  # others' W4A16 files may hold some
+    known = known | {t for disk in plan.weights for t in _tensors_of(checkpoint, disk.name, input_scale=scales)}
+    known |= {t for name in report.differences if name.endswith(".weight") for t in _tensors_of(checkpoint, name)}
+    ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()  # MTP layers, say
+    state = root.state_dict()
+    for name in checkpoint.reader.names():
+        if name in known or name.endswith(CACHE_SCALES) or any(re.search(pattern, name) for pattern in ignored):
+            continue
+        if name in state:  # another name of a tied weight
+            how = difference(checkpoint.reader.get(name), whole(state[name]).to(checkpoint.reader.get(name).dtype))
+        else:
+            how = "not in the model"
+        if how:
+            report.differences[name] = how
 
 
 def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | str | None = None) -> Report:
@@ -169,6 +234,13 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
     for name in checkpoint.reader.names():
         if name not in expected_names and not name.endswith(CACHE_SCALES):
             report.differences[name] = "not in the source"
+    _compare_input_scales(report, checkpoint, plan)
+    rest = {n: len(reader.shape(n)) for n in reader.names() if n not in in_high_precision}
+    report.differences |= announcement_differences(checkpoint, rest, plan, model)
+    report.differences |= model_differences(as_config(reader.path, model), checkpoint.reader.path, model)
+    listed = [config.get("architectures") for config in (checkpoint.reader.config, reader.config)]
+    if listed[0] != listed[1]:
+        report.differences["config.json: architectures"] = f"{listed[0]!r} against {listed[1]!r}"
     return report
 
 
@@ -216,15 +288,21 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
 
     Yields:
         One row per weight or other tensor that differs: ``name``, and for weights ``codes``, ``block_scales``,
-        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values) and, where it differs,
-        ``input_amax`` (what the activation scale stands for; None: there is no such scale).
+        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values) and, where they differ,
+        ``per_tensor_scale`` (what multiplies) and ``input_amax`` (what the activation scale stands for; None: there is
+        no such scale). A weight that cannot be read, and contracts that differ, are rows with a ``difference``.
     """
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     weights = [set(c.quantized()) for c in (first, second)]
     for name in sorted(weights[0] ^ weights[1]):
         yield {"name": name, "only_in": str(a if name in weights[0] else b)}
     for name in sorted(weights[0] & weights[1]):
-        qa, qb = first.read(name), second.read(name)
+        try:
+            qa, qb = first.read(name), second.read(name)
+            inputs = [None if amax is None else amax.item() for amax in (c.input_amax(name) for c in (first, second))]
+        except ValueError as error:
+            yield {"name": name, "difference": str(error)}
+            continue
         if qa.shape != qb.shape:
             yield {"name": name, "shapes": [list(qa.shape), list(qb.shape)]}
             continue
@@ -236,17 +314,29 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
             "values": int((va != vb).sum()),
             "max_abs": float((va - vb).abs().max()) if va.numel() else 0.0,
         }
-        amaxes = [None if amax is None else amax.item() for amax in (c.input_amax(name) for c in (first, second))]
-        if amaxes[0] != amaxes[1]:
-            row["input_amax"] = amaxes
-        if "input_amax" in row or any(row[key] for key in ("codes", "block_scales", "values")):
+        scales = [q.per_tensor_scale.item() for q in (qa, qb)]
+        if scales[0] != scales[1]:
+            row["per_tensor_scale"] = scales
+        if inputs[0] != inputs[1]:
+            row["input_amax"] = inputs
+        if len(row) > 5 or any(row[key] for key in ("codes", "block_scales", "values")):
             yield row
+    if how := _contract_difference(first, second):
+        yield {"name": "config.json", "difference": how}
     others = [set(c.reader.names()) - _quantized_tensors(c) for c in (first, second)]
     for name in sorted(others[0] ^ others[1]):
         yield {"name": name, "only_in": str(a if name in others[0] else b)}
     for name in sorted(others[0] & others[1]):
         if how := difference(first.reader.get(name), second.reader.get(name)):
             yield {"name": name, "difference": how}
+
+
+def _contract_difference(first: Checkpoint, second: Checkpoint) -> str:
+    a, b = first.contract, second.contract
+    if a is None or b is None:
+        return "" if a is b else f"only the {'second' if a is None else 'first'} has a quads_qat entry"
+    found = a.differences(b) + ([f"rollout: {a.rollout} against {b.rollout}"] if a.rollout != b.rollout else [])
+    return "; ".join(found)
 
 
 def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -257,13 +347,17 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         that are missing, zero or NaN, activation scales missing in part, fused weights whose scales differ.
     """
     checkpoint = Checkpoint.open(path)
-    problems: list[str] = []
+    problems = announcement_problems(checkpoint)
+    inputs: dict[str, dict[str, float]] = {}
     scales: dict[str, dict[str, float]] = {}
     elements = with_input = 0
     weights = checkpoint.quantized()
     for name in weights:
         try:
-            with_input += checkpoint.input_amax(name) is not None
+            amax = checkpoint.input_amax(name)
+            with_input += amax is not None
+            if amax is not None:
+                inputs.setdefault(group_key(name.removesuffix(".weight")), {})[name] = amax.item()
             q = checkpoint.read(name)
         except ValueError as error:
             problems.append(str(error))
@@ -273,6 +367,9 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     for group, members in scales.items():
         if len(set(members.values())) > 1:
             problems.append(f"{group}: engines fuse these weights, but their per-tensor scales differ")
+    for group, members in inputs.items():
+        if len(set(members.values())) > 1:
+            problems.append(f"{group}: engines fuse these weights, but their activation scales differ")
     if not checkpoint.weights_only and with_input < len(weights):
         problems.append(
             f"{len(weights) - with_input} of {len(weights)} weights of a W4A4 checkpoint have no activation scale"
@@ -293,6 +390,6 @@ def _quantized_tensors(checkpoint: Checkpoint) -> set[str]:
     return {tensor for name in checkpoint.quantized() for tensor in _tensors_of(checkpoint, name)}
 
 
-def _tensors_of(checkpoint: Checkpoint, weight: str) -> tuple[str, ...]:
+def _tensors_of(checkpoint: Checkpoint, weight: str, *, input_scale: bool = True) -> tuple[str, ...]:
     names = checkpoint.tensor_names(weight)
-    return (*names.weight, names.input_scale)
+    return (*names.weight, names.input_scale) if input_scale else names.weight

@@ -1,5 +1,7 @@
 """Contract under test: ``verify`` and ``diff`` see every bit, and name the tensor that it is in."""
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import CHECKPOINTS, config, rewritten, tensors
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -102,6 +105,12 @@ def damages(dialect: Dialect, stored: dict[str, Tensor]) -> dict[str, tuple[str,
         "block scales missing": one(f"{MODULE}.{block_scale}", gone, module, f"{MODULE}.{block_scale} is missing"),
         "scale missing": one(f"{EXPERT}.{scale}", gone, expert, f"{EXPERT}.{scale} is missing"),
         "input scale missing": one(f"{EXPERT}.{input_scale}", gone, expert, "its activation scale is missing"),
+        "input scale": one(
+            f"{EXPERT}.{input_scale}",
+            lambda t: t * 2,
+            f"{EXPERT}.{input_scale}",
+            "1 of 1 elements, first at (",
+        ),
         "input scale zero": one(f"{EXPERT}.{input_scale}", lambda t: 0 * t, expert, "must be finite and > 0"),
     }
 
@@ -153,6 +162,123 @@ def test_tensors_that_are_not_in_the_source(checkpoint: Any, tmp_path: Path) -> 
     assert qq.verify_checkpoint(SOURCE, rewritten(path, tmp_path / "cache", scale)).ok
     extra = rewritten(path, tmp_path / "extra", {"model.extra.weight": torch.ones(3)})
     assert qq.verify_checkpoint(SOURCE, extra).differences == {"model.extra.weight": "not in the source"}
+
+
+def test_tensors_that_are_not_in_the_model(checkpoint: Any, tmp_path: Path) -> None:
+    """Neither a stranger, nor a scale that a W4A16 checkpoint does not have."""
+    path = checkpoint("modelopt", "none")
+    cache = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}  # of a KV cache: no weight
+    assert qq.verify(trainer(), rewritten(path, tmp_path / "cache", cache)).ok
+    for i, name in enumerate(["model.extra.weight", f"{MODULE}.input_scale", f"{MODULE}.weight_scale_inv"]):
+        extra = rewritten(path, tmp_path / str(i), {name: torch.ones(())})
+        with pytest.raises(VerificationError, match=f"^1 tensor differs, first {name}: not in the model$"):
+            qq.verify(trainer(), extra)
+
+
+def test_another_name_of_a_tied_weight(tmp_path: Path) -> None:
+    """Some checkpoints store a tied head too; it must be the embedding."""
+    model = qq.convert(tiny_model("ernie4_5_moe"), "w4a16")
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    embedding = tensors(tmp_path / "out")["model.embed_tokens.weight"]
+    assert qq.verify(model, rewritten(tmp_path / "out", tmp_path / "tied", {"lm_head.weight": embedding.clone()})).ok
+    untied = rewritten(tmp_path / "out", tmp_path / "untied", {"lm_head.weight": flip(embedding)})
+    with pytest.raises(VerificationError, match=r"first lm_head\.weight: 1 of"):
+        qq.verify(model, untied)
+
+
+@dialects
+def test_activation_scales_of_weights_that_share_their_input(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+    """Without observations in the model: an engine would use one of the two for both."""
+    ending = ENDINGS[dialect][3]
+    path, plain = checkpoint(dialect), qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16")
+    assert qq.verify(plain, path).ok
+    for i, module in enumerate([MODULE, EXPERT]):
+        name = f"{module}.{ending}"
+        damaged = rewritten(path, tmp_path / str(i), {name: tensors(path)[name] / 2})
+        with pytest.raises(VerificationError, match=f"first {name}: .* of the weights that take the same input"):
+            qq.verify(plain, damaged)
+    found = inspect_checkpoint(tmp_path / "0")["problems"]
+    assert found == [
+        "model.layers.1.self_attn.{q_proj,k_proj,v_proj}: engines fuse these weights, but their activation "
+        "scales differ"
+    ]
+
+
+def with_json(path: Path, target: Path, file: str, change: Callable[[Any], None]) -> Path:
+    shutil.copytree(path, target)
+    content = json.loads((target / file).read_text("utf-8"))
+    change(content)
+    (target / file).write_text(json.dumps(content), "utf-8")
+    return target
+
+
+CONFIGS: dict[str, tuple[str, Callable[[Any], None], str, str]] = {
+    "another model": (
+        "config.json",
+        lambda c: c["rope_parameters"].update(rope_theta=1.0),
+        "config.json: rope_parameters.rope_theta",
+        "1.0 against 10000.0",
+    ),
+    "experts per token": (
+        "config.json",
+        lambda c: c.update(num_experts_per_tok=1),
+        "config.json: num_experts_per_tok",
+        "1 against 2",
+    ),
+    "a router that engines would quantize": (
+        "config.json",
+        lambda c: c["quantization_config"]["ignore"].remove("model.layers.1.mlp.gate"),
+        "config.json: ignore",
+        "lacks ['model.layers.1.mlp.gate']",
+    ),
+    "a weight that engines would not decode": (
+        "config.json",
+        lambda c: c["quantization_config"]["ignore"].append("model.layers.1.self_attn.k_proj"),
+        "config.json: ignore",
+        "has ['model.layers.1.self_attn.k_proj'] too",
+    ),
+    "two files that disagree": (
+        "hf_quant_config.json",
+        lambda c: c["quantization"].update(quant_algo="W4A16_NVFP4"),
+        "hf_quant_config.json: quantization: quant_algo",
+        "'W4A16_NVFP4' against 'NVFP4'",
+    ),
+    "a KV cache that is not quantized": (
+        "hf_quant_config.json",
+        lambda c: c["quantization"].update(kv_cache_quant_algo="FP8"),
+        "hf_quant_config.json: quantization: kv_cache_quant_algo",
+        "'FP8' against None",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_configs_are_verified(how: str, checkpoint: Any, tmp_path: Path) -> None:
+    file, change, name, said = CONFIGS[how]
+    damaged = with_json(checkpoint("modelopt"), tmp_path / "damaged", file, change)
+    with pytest.raises(VerificationError) as error:
+        qq.verify(trainer(), damaged)
+    assert str(error.value) == f"1 tensor differs, first {name}: {said}"
+    assert qq.verify_checkpoint(SOURCE, damaged).differences == {name: said}
+
+
+def test_files_are_verified(checkpoint: Any, tmp_path: Path) -> None:
+    gone = shutil.copytree(checkpoint("modelopt"), tmp_path / "gone")
+    (gone / "hf_quant_config.json").unlink()
+    with pytest.raises(VerificationError, match=r"first hf_quant_config\.json: .*hf_quant_config\.json is missing"):
+        qq.verify(trainer(), gone)
+    other = with_json(
+        checkpoint("modelopt"), tmp_path / "other", "config.json", lambda c: c.update(architectures=["Qwen3MoeModel"])
+    )
+    assert qq.verify_checkpoint(SOURCE, other).differences["config.json: architectures"].startswith("['Qwen3MoeModel']")
+
+
+def test_what_training_changes_in_a_config_is_no_difference(checkpoint: Any) -> None:
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16")
+    model.config.use_cache = False
+    model.config.pad_token_id = 7
+    model.config.router_aux_loss_coef = 0.5
+    assert qq.verify(model, checkpoint("modelopt")).ok
 
 
 # Recipes.
@@ -252,6 +378,37 @@ def test_a_weight_that_one_checkpoint_keeps_in_bf16(checkpoint: Any) -> None:
     }
 
 
+def test_rows_for_scales_damage_and_contracts(checkpoint: Any, tmp_path: Path) -> None:
+    """A scale counts by itself (of a weight that is zero, say); what cannot be read does not end the comparison."""
+    path = checkpoint("modelopt")
+    stored = tensors(path)
+    change = {
+        f"{MODULE}.weight": torch.zeros_like(stored[f"{MODULE}.weight"]),
+        f"{MODULE}.weight_scale_2": stored[f"{MODULE}.weight_scale_2"] * 2,
+        f"{EXPERT}.weight_scale": None,
+    }
+    zeros = rewritten(path, tmp_path / "zeros", {f"{MODULE}.weight": change[f"{MODULE}.weight"]})
+    damaged = rewritten(path, tmp_path / "damaged", change)
+    scale = stored[f"{MODULE}.weight_scale_2"].item()
+    rows = {row["name"]: row for row in qq.diff(zeros, damaged)}
+    assert rows[f"{MODULE}.weight"]["per_tensor_scale"] == [scale, 2 * scale]
+    assert rows[f"{MODULE}.weight"]["values"] == 0
+    assert rows[f"{EXPERT}.weight"] == {
+        "name": f"{EXPERT}.weight",
+        "difference": f"{EXPERT}.weight_scale is missing; {EXPERT}.weight cannot be decoded without it",
+    }
+    qq.export_checkpoint(
+        trainer(), tmp_path / "told", dialect="modelopt", activations="observed", residual=qq.ResidualConfig()
+    )
+    (row,) = qq.diff(path, tmp_path / "told")
+    assert row["name"] == "config.json"
+    assert row["difference"].startswith("rollout: None against RolloutPolicy(")
+    foreign = with_json(path, tmp_path / "foreign", "config.json", lambda c: c.pop("quads_qat"))
+    assert list(qq.diff(path, foreign)) == [
+        {"name": "config.json", "difference": "only the first has a quads_qat entry"}
+    ]
+
+
 def test_shapes_that_differ(checkpoint: Any, tmp_path: Path) -> None:
     codes, block_scale = (f"{MODULE}.{ending}" for ending in ENDINGS[Dialect.MODELOPT][:2])
     stored = tensors(checkpoint("modelopt"))
@@ -278,6 +435,16 @@ def test_inspection_finds_what_engines_would_mangle(checkpoint: Any, tmp_path: P
     assert "model.layers.0.mlp.experts.1.{gate_proj,up_proj}: engines fuse these weights, but their" in problems
     assert "1 of 32 weights of a W4A4 checkpoint have no activation scale" in problems
     assert f"{MODULE}.weight_scale_2 must be one finite number > 0" in problems
+    for how, said in (
+        ("two files that disagree", "hf_quant_config.json: quant_algo is not what config.json says"),
+        (
+            "a weight that engines would not decode",
+            "config.json: ignore lists model.layers.1.self_attn.k_proj, which is",
+        ),
+    ):
+        file, changed, *_ = CONFIGS[how]
+        (problem, *_) = inspect_checkpoint(with_json(path, tmp_path / how, file, changed))["problems"]
+        assert problem.startswith(said)
     foreign = CHECKPOINTS / "modelopt" / "qwen3-w4a16_nvfp4"
     assert inspect_checkpoint(foreign)["recipe"] == "modelopt (assumed: the checkpoint does not say)"
 
