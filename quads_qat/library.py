@@ -15,6 +15,7 @@ from torch import Tensor
 from quads_qat import reference
 from quads_qat.config import Recipe
 from quads_qat.formats import BLOCK_SIZE
+from quads_qat.packing import swizzle_block_scale
 from quads_qat.qtensor import NVFP4Tensor
 
 STORED_APART = (Recipe.LLM_COMPRESSOR, Recipe.TRANSFORMER_ENGINE)
@@ -77,35 +78,54 @@ scale_from_amax = _define("scale_from_amax", _scale_from_amax, _scale_from_amax_
 
 
 def _quantize(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
+    x: Tensor,
+    per_tensor_scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    recipe: str,
+    backend: str = "reference",
+    swizzled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     which = _RECIPES[recipe]
+    written = False  # whether the kernel wrote swizzled scales
     if backend == "triton":
         from quads_qat.kernels.amax import amax
         from quads_qat.kernels.quantize import quantize as kernel
 
         if per_tensor_scale is None and tensor_amax is None:
             tensor_amax = amax([x], None)
+        given = per_tensor_scale if tensor_amax is None else tensor_amax
+        written = swizzled and x.ndim <= 3 and given.ndim < x.ndim
         if which is Recipe.ALIGNED and tensor_amax is not None and _spread(tensor_amax, x) is tensor_amax:
-            qdata, block_scale, p = kernel(x, tensor_amax, recipe=which, from_amax=True)
-            return qdata, block_scale, p, p.new_empty(0)
-        p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
-        qdata, block_scale, _ = kernel(x, *(_spread(t, x) for t in (p, stored, source)), recipe=which)
+            qdata, block_scale, p = kernel(x, tensor_amax, recipe=which, from_amax=True, swizzled=written)
+            stored = p
+        else:
+            p, stored, source = reference.scales(x, per_tensor_scale, tensor_amax, which)
+            spread = (_spread(t, x) for t in (p, stored, source))
+            qdata, block_scale, _ = kernel(x, *spread, recipe=which, swizzled=written)
     else:
         q = reference.quantize(x, per_tensor_scale, tensor_amax=tensor_amax, recipe=which)
         qdata, block_scale, p, stored = q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale
-    return qdata, block_scale, p.clone(), stored.clone() if which in STORED_APART else p.new_empty(0)
+    if swizzled and not written:
+        block_scale = swizzle_block_scale(block_scale)
+    p = p.clone() if p is per_tensor_scale else p  # an operator may not return what it was given
+    return qdata, block_scale, p, stored.clone() if which in STORED_APART else p.new_empty(0)
 
 
 def _quantize_meta(
-    x: Tensor, per_tensor_scale: Tensor | None, tensor_amax: Tensor | None, recipe: str, backend: str = "reference"
+    x: Tensor,
+    per_tensor_scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    recipe: str,
+    backend: str = "reference",
+    swizzled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *lead, k = x.shape
     given = per_tensor_scale if per_tensor_scale is not None else tensor_amax
     scale = x.new_empty(() if given is None else given.shape, dtype=torch.float32)
+    block_scale = x.new_empty((*lead, k // BLOCK_SIZE), dtype=torch.float8_e4m3fn)
     return (
         x.new_empty((*lead, k // 2), dtype=torch.uint8),
-        x.new_empty((*lead, k // BLOCK_SIZE), dtype=torch.float8_e4m3fn),
+        swizzle_block_scale(block_scale) if swizzled else block_scale,
         scale,
         torch.empty_like(scale) if _RECIPES[recipe] in STORED_APART else scale.new_empty(0),
     )

@@ -127,13 +127,54 @@ def quantize(
     (torch.Size([2, 16]), torch.Size([2, 2]), tensor(0.0005))
     """
     recipe = Recipe(recipe)
-    checks.check_input("quantize", x)
-    checks.check_scales("quantize", x, per_tensor_scale, tensor_amax, recipe)
-    if check_finite or (check_finite is None and checks.can_look(x)):
-        checks.require_finite("quantize", x)
+    _check_quantize("quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     resolved = _resolve(backend, x)
     qdata, block_scale, p, stored = library.quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved)
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored if recipe in library.STORED_APART else p)
+
+
+def _check_quantize(
+    who: str,
+    x: Tensor,
+    per_tensor_scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    recipe: Recipe,
+    check_finite: bool | None,
+) -> None:
+    checks.check_input(who, x)
+    checks.check_scales(who, x, per_tensor_scale, tensor_amax, recipe)
+    if check_finite or (check_finite is None and checks.can_look(x)):
+        checks.require_finite(who, x)
+
+
+def quantize_swizzled(
+    x: Tensor,
+    per_tensor_scale: Tensor | None = None,
+    *,
+    tensor_amax: Tensor | None = None,
+    recipe: Recipe | str = Recipe.ALIGNED,
+    check_finite: bool | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`quantize` with block scales in the order that Blackwell's tensor cores read, written by the same kernel.
+
+    Args and errors as in :func:`quantize`; ``x`` is [..., N, K].
+
+    Returns:
+        qdata [..., N, K/2] uint8, block scales float8_e4m3fn [..., padded N * padded K/16] as
+        ``packing.swizzle_block_scale`` arranges them, and the float32 per-tensor scale.
+
+    >>> [t.shape for t in quantize_swizzled(torch.ones(2, 32))]
+    [torch.Size([2, 16]), torch.Size([512]), torch.Size([])]
+    """
+    recipe = Recipe(recipe)
+    _check_quantize("quantize_swizzled", x, per_tensor_scale, tensor_amax, recipe, check_finite)
+    if x.ndim < 2:
+        raise ValueError(
+            f"quantize_swizzled: x must be [..., N, K], since tiles span rows, got {tuple(x.shape)}; use x[None]"
+        )
+    resolved = _resolve(backend, x)
+    return library.quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved, True)[:3]
 
 
 def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: Backend | str = Backend.AUTO) -> Tensor:
@@ -168,11 +209,8 @@ def fake_quantize(
     tensor([4.8750, 0.4062])
     """
     recipe = Recipe(recipe)
-    checks.check_input("fake_quantize", x)
-    checks.check_scales("fake_quantize", x, per_tensor_scale, tensor_amax, recipe)
+    _check_quantize("fake_quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     checks.check_output_dtype("fake_quantize", dtype or x.dtype)
-    if check_finite or (check_finite is None and checks.can_look(x)):
-        checks.require_finite("fake_quantize", x)
     resolved = _resolve(backend, x)
     values = library.fake_quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype, resolved)
     return _NoGradient.apply(x, values) if x.requires_grad and torch.is_grad_enabled() else values  # pyright: ignore[reportReturnType]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quads_qat import ops, packing, reference
 from quads_qat.config import Recipe
-from quads_qat.kernels.quantize import quantize as quantize_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -145,14 +144,18 @@ def test_amax_equals_the_reference(layout: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("recipe", [Recipe.ALIGNED, Recipe.MODELOPT])
-@pytest.mark.parametrize("shape", [(1, 16), (130, 96), (128, 64), (3, 200, 80)])
-def test_swizzled_scales(shape: tuple[int, ...], recipe: Recipe):
+@pytest.mark.parametrize("shape", [(1, 16), (130, 96), (128, 64), (2, 130, 32), (2, 2, 5, 32)])
+@pytest.mark.parametrize("per", ["tensor", "matrix", "row"])
+def test_swizzled_scales(shape: tuple[int, ...], per: str, recipe: Recipe):
     x = noise(*shape)
-    p, stored, source = reference.scales(x, None, reference.amax(x), recipe)
-    qdata, swizzled, _ = quantize_kernel(x, p, stored, source, recipe=recipe, swizzled=True)
-    expected = reference.quantize(x, recipe=recipe)
+    amax = reference.amax(x, dim={"tensor": None, "matrix": tuple(range(1, x.ndim)), "row": -1}[per])
+    if per == "matrix" and x.ndim == 2:
+        amax = amax.amax()
+    expected = reference.quantize(x, tensor_amax=amax, recipe=recipe)
+    qdata, swizzled, p = ops.quantize_swizzled(x, tensor_amax=amax, recipe=recipe, backend="triton")
     assert_same_bits(qdata, expected.qdata)
     assert_same_bits(swizzled.view(torch.uint8), packing.swizzle_block_scale(expected.block_scale).view(torch.uint8))
+    assert_same_bits(p, expected.per_tensor_scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,7 +10,7 @@ from bits import assert_same, assert_same_bits
 from hypothesis import given
 from strategies import Case, cases, layouts
 
-from quads_qat import ops, reference
+from quads_qat import ops, packing, reference
 from quads_qat.config import Backend, Recipe
 from quads_qat.qtensor import NVFP4Tensor
 
@@ -384,3 +384,15 @@ def test_docstrings_tell_the_truth(module: str):
     failed, tried = doctest.testmod(importlib.import_module(f"quads_qat.{module}"))
     assert not failed
     assert tried or module == "qtensor"
+
+
+def test_swizzled_scales_are_the_row_major_ones_rearranged():
+    x = randn(2, 130, 48)
+    q, (qdata, swizzled, p) = ops.quantize(x), ops.quantize_swizzled(x)
+    assert_same_bits(qdata, q.qdata)
+    assert_same_bits(p, q.per_tensor_scale)
+    assert_same_bits(packing.unswizzle_block_scale(swizzled, 130, 3).view(torch.uint8), q.block_scale.view(torch.uint8))
+    meta = ops.quantize_swizzled(x.to("meta"))
+    assert [t.shape for t in meta] == [qdata.shape, swizzled.shape, p.shape]
+    with pytest.raises(ValueError, match=r"must be \[..., N, K\].*use x\[None\]"):
+        ops.quantize_swizzled(randn(32))
