@@ -23,10 +23,14 @@ from benchmarks import smollm2
 from benchmarks.registry import Report, Row, benchmark
 from benchmarks.residual_report import PACKAGES, QualityReport, key, plot
 from quads_qat.config import ActivationFormat, ResidualConfig, ResidualNorm, ResidualScope
+from quads_qat.conversion import conversion_of
+from quads_qat.demo import DATA
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
 TEXT = Path(__file__).parent / "texts" / "held_out.txt"
 """Written for this study, after the model was trained."""
+CALIBRATION = DATA / "heldout.txt"
+"""Another text: masks of scope ``static`` are chosen on its first ``length`` tokens (sources of Python's manual)."""
 ERROR_ROWS = 128
 """Tokens on which the relative error of a linear is taken."""
 FRACTIONS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
@@ -110,12 +114,13 @@ class Study:
 
     rollout: nn.Module
     batches: list[Tensor]
+    calibration: list[Tensor] = field(default_factory=list)
     references: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, batches: list[Tensor]) -> Study:
+    def of(cls, model: nn.Module, batches: list[Tensor], calibration: list[Tensor]) -> Study:
         """Quantize ``model`` (BF16, taken over) and compute the log-probabilities of all references."""
-        study = cls(model, batches)
+        study = cls(model, batches, calibration)
         study.references["bf16"] = study._log_probs()
         trainer = qq.convert(model, "w4a16")
         study.references["trainer"] = study._log_probs()
@@ -134,9 +139,12 @@ class Study:
         return {name: m for name, m in self.rollout.named_modules() if isinstance(m, kinds)}
 
     def set(self, activation: ActivationFormat | None, residual: ResidualConfig | None) -> None:
-        """Exchange what every packed module does with its input."""
-        for module in self.modules().values():
-            module.activation, module.residual = activation, residual
+        """Exchange what every packed module does with its input; masks of scope ``static`` are calibrated."""
+        _, conversion = conversion_of(self.rollout, "residual-quality")
+        for owner in (conversion, *self.modules().values()):
+            owner.activation, owner.residual = activation, residual
+        if residual is not None and residual.scope is ResidualScope.STATIC:
+            qq.calibrate(self.rollout, self.calibration)
 
     @torch.no_grad()
     def measure(self, activation: ActivationFormat | None, residual: ResidualConfig | None) -> dict[str, Any]:
@@ -250,12 +258,13 @@ def config_record(residual: ResidualConfig | None) -> dict[str, Any]:
 def residual_quality(
     model: Path | None = None,
     text: Path = TEXT,
-    tokens: int = 1024,
+    tokens: int = 512,
     length: int = 512,
     scopes: str = ",".join(SCOPES),
     norms: str = ",".join(NORMS),
     fractions: str = ",".join(map(str, FRACTIONS)),
     experts: int = 0,
+    calibration: Path = CALIBRATION,
     log: Path | None = None,
     figure: Path | None = None,
 ) -> Report:
@@ -275,9 +284,12 @@ def residual_quality(
     if missing:
         opened, encode = open_model(model)
         batches = sequences(encode(text.read_text()), tokens, length)
-        study = Study.of(smollm2.upcycle(opened, experts) if experts else opened, batches)
+        other = sequences(encode(calibration.read_text()[: 16 * length]), length, length)
+        study = Study.of(smollm2.upcycle(opened, experts) if experts else opened, batches, other)
         for activation, residual in missing:
-            kept.add(config_record(residual) | study.measure(activation, residual))
+            fixed = residual is not None and residual.scope is ResidualScope.STATIC
+            on = {"calibration": f"{length} tokens of {calibration.name}"} if fixed else {}
+            kept.add(config_record(residual) | study.measure(activation, residual) | on)
     if figure is not None:
         plot(kept.records, figure)
     upcycled = f" as {experts} experts" if experts else ""

@@ -56,7 +56,9 @@ def load(path: str | Path | None = None, dtype: torch.dtype = torch.bfloat16) ->
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **arguments)
     forget_gguf(model)
     model.config.dtype = dtype
-    return model.to(dtype).eval(), tokenizer
+    for parameter in model.parameters():  # not model.to(dtype), which would round the rotary frequencies too
+        parameter.data = parameter.data.to(dtype)
+    return model.eval(), tokenizer
 
 
 def forget_gguf(model: Any) -> None:

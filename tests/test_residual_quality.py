@@ -24,7 +24,8 @@ SMALL: dict[str, Any] = {"model": DATA, "tokens": 128, "length": 64, "scopes": "
 @pytest.fixture(scope="module")
 def study() -> Study:
     model, encode = open_model(DATA)
-    return Study.of(model, sequences(encode(residual_quality.TEXT.read_text()), 128, 64))
+    calibration = sequences(encode(residual_quality.CALIBRATION.read_text()[:64]), 64, 64)
+    return Study.of(model, sequences(encode(residual_quality.TEXT.read_text()), 128, 64), calibration)
 
 
 def test_it_measures_the_model_that_convert_makes(study: Study):
