@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quads_qat import library, reference_matmul
+from quads_qat import activations, library, reference_matmul
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig
 from quads_qat.qtensor import NVFP4Tensor
 
 
 def _matmul(
     x: Tensor,
+    second: Tensor | None,
     qdata: Tensor,
     block_scale: Tensor,
     per_tensor_scale: Tensor,
@@ -31,14 +32,16 @@ def _matmul(
     from quads_qat.kernels.grouped_matmul import grouped_matmul
     from quads_qat.kernels.matmul import matmul as dense
 
-    operands = x, qdata, block_scale, per_tensor_scale
+    weight = qdata, block_scale, per_tensor_scale
+    options = {"second": second, "row_scale": row_scale, "ordered": ordered, "dtype": dtype}
     if offs is not None:
-        return grouped_matmul(*operands, offs, bias, row_scale=row_scale, ordered=ordered, dtype=dtype)
-    return dense(*operands, bias, row_scale=row_scale, ordered=ordered, recipe=Recipe(recipe), dtype=dtype)
+        return grouped_matmul(x, *weight, offs, bias, **options)
+    return dense(x, *weight, bias, recipe=Recipe(recipe), **options)
 
 
 def _matmul_meta(
     x: Tensor,
+    second: Tensor | None,
     qdata: Tensor,
     block_scale: Tensor,
     per_tensor_scale: Tensor,
@@ -49,24 +52,25 @@ def _matmul_meta(
     dtype: torch.dtype,
     ordered: bool = False,
 ) -> Tensor:
-    return x.new_empty((x.shape[1], qdata.shape[-2]), dtype=dtype)
+    return x.new_empty((x.shape[0], qdata.shape[-2]), dtype=dtype)
 
 
 _matmul_op = library._define("matmul", _matmul, _matmul_meta)
 
 
 def _multiply(
-    terms: Tensor,
+    x: Tensor,
+    second: Tensor | None,
     weight: NVFP4Tensor,
     bias: Tensor | None,
     row_scale: Tensor | None,
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Terms [T, M, K] times the weight -> [M, N] in ``dtype``."""
+    """``(x + second) @ weight.T``: [M, K] -> [M, N] in ``dtype``."""
     parts = weight.qdata, weight.block_scale, weight.per_tensor_scale
     bias = None if bias is None else bias.detach()
-    return _matmul_op(terms, *parts, bias, row_scale, offs, weight.recipe.value, dtype)
+    return _matmul_op(x, second, *parts, bias, row_scale, offs, weight.recipe.value, dtype)
 
 
 def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, offs: Tensor | None = None) -> Tensor:
@@ -74,7 +78,7 @@ def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, off
     packed = x.dtype == torch.bfloat16 and weight.recipe is Recipe.ALIGNED
     if packed and not (torch.is_grad_enabled() and x.requires_grad):
         rows = x.reshape(-1, x.shape[-1])
-        return _multiply(rows[None], weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
+        return _multiply(rows, None, weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
     parts = weight.qdata, weight.block_scale, weight.per_tensor_scale, weight.stored_scale
     decoded = library.dequantize(*parts, weight.recipe.value, x.dtype, "triton")
     if offs is None:
@@ -118,8 +122,12 @@ def linear_w4a4(
 ) -> Tensor:
     """``reference_matmul.linear_w4a4`` and, with ``offs``, ``grouped_linear_w4a4`` where each row has its own scale."""
     rows = x.detach().reshape(-1, x.shape[-1])
+    if activation.recipe is Recipe.ALIGNED:
+        terms, _ = activations.quantize_activation(rows, activation, None, input_amax, None, False, "triton")
+        return _multiply(terms, weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
     operand, p = _operand(_quantized(rows, activation, input_amax), len(rows))
-    y = _multiply(operand[None], weight, bias, None if p is None else p[None].contiguous(), offs, x.dtype)
+    p = None if p is None else p[None].contiguous()
+    y = _multiply(operand, None, weight, bias, p, offs, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[-2])
 
 
@@ -138,9 +146,12 @@ def residual_linear(
     Both terms meet each tile of the weight while it is decoded: one pass over the weights.
     """
     rows = x.detach().reshape(-1, x.shape[-1])
+    if activation.recipe is Recipe.ALIGNED:
+        terms, _ = activations.quantize_activation(rows, activation, residual, input_amax, mask, False, "triton")
+        return _multiply(terms, weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
     both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)
     operands = [_operand(q, len(rows)) for q in both if q is not None]
-    terms = torch.stack([operand for operand, _ in operands])
+    first, second = operands[0][0], operands[1][0] if len(operands) == 2 else None
     scales = [p for _, p in operands if p is not None]
-    y = _multiply(terms, weight, bias, torch.stack(scales) if scales else None, offs, x.dtype)
+    y = _multiply(first, second, weight, bias, torch.stack(scales) if scales else None, offs, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[-2])

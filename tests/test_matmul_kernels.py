@@ -73,7 +73,9 @@ def exact_weight(*shape: int, seed: int = 0) -> NVFP4Tensor:
 
 
 def run(x: Tensor, q: NVFP4Tensor, bias: Tensor | None = None, **options) -> Tensor:
-    return matmul(x, q.qdata, q.block_scale, q.per_tensor_scale, bias, recipe=q.recipe, **options)
+    """Terms x [T, M, K] times q."""
+    options["second"] = x[1] if len(x) == 2 else None
+    return matmul(x[0], q.qdata, q.block_scale, q.per_tensor_scale, bias, recipe=q.recipe, **options)
 
 
 def exact(x: Tensor, q: NVFP4Tensor, bias: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:
@@ -199,6 +201,9 @@ def test_strides_and_offsets(m: int):
     }
     for name, view in views.items():
         assert_same_bits(run(view, q), wanted, name)
+    both = run(torch.stack([x[0], x[0]]), q)
+    parts = q.qdata, q.block_scale, q.per_tensor_scale
+    assert_same_bits(matmul(x[0], *parts, second=views["row stride"][0]), both, "terms of two layouts")
 
 
 def test_no_rows_and_no_outputs():
@@ -218,19 +223,25 @@ def test_row_scales_multiply_each_term():
 
 def test_tensor_core_order_is_what_the_documentation_says():
     k = 192
-    wanted = torch.empty(k)
+    wanted = torch.zeros(k, dtype=torch.int16)
     for index in range(k):
-        run_start, t, i, h, j = index // 64 * 64, index // 16 % 4, index // 8 % 2, index // 4 % 2, index % 4
-        wanted[run_start + 32 * i + 8 * j + 2 * t + h] = index
-    x = torch.arange(float(k), device=DEVICE).expand(2, 3, k).contiguous()
-    assert torch.equal(to_tensor_core_order(x), wanted.to(DEVICE).expand(2, 3, k))
+        start, t, i, h, q = index // 64 * 64, index // 16 % 4, index // 8 % 2, index // 4 % 2, index % 4
+        wanted[start + 32 * i + 8 * q + 2 * t + h] = index
+    x = torch.arange(k, dtype=torch.int16, device=DEVICE).expand(3, k).contiguous()
+    first, second = to_tensor_core_order(x, x + 1000)
+    assert second is not None
+    assert torch.equal(first, wanted.to(DEVICE).expand(3, k))
+    assert torch.equal(second, wanted.to(DEVICE).expand(3, k) + 1000)
 
 
 def test_activations_may_be_stored_in_tensor_core_order():
     q = exact_weight(48, 192)
-    for terms, m in ((1, 3), (2, 20)):
-        x = small_integers(terms, m, 192)
-        assert_same_bits(run(to_tensor_core_order(x), q, ordered=True), exact(x, q).bfloat16())
+    for m in (3, 20):
+        x = small_integers(2, m, 192)
+        first, second = to_tensor_core_order(x[0], x[1])
+        parts = q.qdata, q.block_scale, q.per_tensor_scale
+        assert_same_bits(matmul(first, *parts, ordered=True), exact(x[:1], q).bfloat16())
+        assert_same_bits(matmul(first, *parts, second=second, ordered=True), exact(x, q).bfloat16())
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter runs no assembly")
@@ -281,7 +292,8 @@ def test_each_expert_multiplies_its_rows(counts: list[int], tiles: Narrow | Wide
     x, bias = small_integers(terms, sum(counts), 128), small_integers(len(counts), 48, seed=2)
     scale = torch.exp2(torch.arange(len(counts), device=DEVICE).float() - 2)
     offs = torch.tensor(counts).cumsum(0).int().to(DEVICE)
-    y = grouped_matmul(x, q.qdata, q.block_scale, scale, offs, bias, config=tiles)
+    second = x[1] if terms == 2 else None
+    y = grouped_matmul(x[0], q.qdata, q.block_scale, scale, offs, bias, second=second, config=tiles)
     start = 0
     for expert, end in enumerate(offs.tolist()):
         own = NVFP4Tensor(q.qdata[expert], q.block_scale[expert], scale[expert], q.recipe, scale[expert])
@@ -298,7 +310,7 @@ def test_experts_of_a_model(shape: tuple[int, int], tokens: int):
     chosen = torch.randint(0, 128, (tokens,), generator=torch.Generator().manual_seed(tokens)).sort().values
     offs = torch.bincount(chosen, minlength=128).cumsum(0).int().to(DEVICE)
     x = small_integers(1, tokens, shape[1])
-    y = grouped_matmul(x, q.qdata, q.block_scale, q.per_tensor_scale, offs)
+    y = grouped_matmul(x[0], q.qdata, q.block_scale, q.per_tensor_scale, offs)
     start = 0
     for expert, end in enumerate(offs.tolist()):
         own = NVFP4Tensor(q.qdata[expert], q.block_scale[expert], q.per_tensor_scale, q.recipe, q.stored_scale)

@@ -149,11 +149,17 @@ def wide_weights(words, scale_bytes, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _order_kernel(x_ptr, out_ptr, k, row_stride, term_stride, rows, PDL: tl.constexpr, TILE: tl.constexpr):
+def stride_between(first_ptr, second_ptr):
+    """How many 16-bit elements ``second_ptr`` is after ``first_ptr``: two terms, aligned, are read as one tensor."""
+    return tl.multiple_of((second_ptr.to(tl.int64) - first_ptr.to(tl.int64)) // 2, 8)
+
+
+@triton.jit
+def _order_kernel(x_ptr, second_ptr, out_ptr, k, row_stride, rows, PDL: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = channel < k
-    start = (row // rows).to(tl.int64) * term_stride + (row % rows).to(tl.int64) * row_stride
+    start = (row // rows).to(tl.int64) * stride_between(x_ptr, second_ptr) + (row % rows).to(tl.int64) * row_stride
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -162,19 +168,21 @@ def _order_kernel(x_ptr, out_ptr, k, row_stride, term_stride, rows, PDL: tl.cons
     tl.store(out_ptr + row.to(tl.int64) * k + channel, tl.reshape(x, (TILE,)), mask=inside)
 
 
-def to_tensor_core_order(x: Tensor, pdl: bool = False) -> Tensor:
-    """[T, M, K] with contiguous rows -> a copy with K in tensor-core order; K % 64 == 0.
+def to_tensor_core_order(x: Tensor, second: Tensor | None = None, pdl: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Rows [M, K] of 16 bits, and a second term of the same strides -> copies with K in tensor-core order; K % 64 == 0.
 
-    >>> to_tensor_core_order(torch.arange(64.0, device="cuda").view(1, 1, 64)).flatten()[:10].int().tolist()
+    >>> to_tensor_core_order(torch.arange(64, dtype=torch.int16, device="cuda").view(1, 64))[0][0, :10].tolist()
     [0, 4, 16, 20, 32, 36, 48, 52, 1, 5]
     """
-    terms, m, k = x.shape
+    m, k = x.shape
+    terms = 1 if second is None else 2
     out = torch.empty(terms, m, k, dtype=x.dtype, device=x.device)
     tile = 1024
     grid = terms * m, triton.cdiv(k, tile)
     pdl_option = {"launch_pdl": True} if pdl else {}
-    _order_kernel[grid](x, out, k, x.stride(1), x.stride(0), m, PDL=pdl, TILE=tile, num_warps=4, **pdl_option)
-    return out
+    both = x, x if second is None else second
+    _order_kernel[grid](*both, out, k, x.stride(0), m, PDL=pdl, TILE=tile, num_warps=4, **pdl_option)
+    return out[0], None if second is None else out[1]
 
 
 @triton.jit

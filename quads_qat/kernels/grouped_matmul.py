@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from quads_qat.kernels.decode import RUN, to_tensor_core_order
-from quads_qat.kernels.matmul import Narrow, Wide, _aligned, device_of, launch
+from quads_qat.kernels.decode import RUN
+from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, prepared
 
 
 def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide:
@@ -34,23 +34,25 @@ def grouped_matmul(
     ends: Tensor,
     bias: Tensor | None = None,
     *,
+    second: Tensor | None = None,
     row_scale: Tensor | None = None,
     ordered: bool = False,
     dtype: torch.dtype | None = None,
     config: Narrow | Wide | None = None,
     assembly: bool = True,
 ) -> Tensor:
-    """Row i of y is ``sum over terms of (row_scale * x[term, i]) @ W[e].T + bias[e]`` for its expert e.
+    """``matmul`` of each expert's rows with its own weight.
 
     Args:
-        x: [T, M, K] bf16, T = 1 or 2, rows sorted by expert, last dim contiguous.
+        x: [M, K] bf16, rows sorted by expert.
         qdata: [E, N, K/2] uint8.
         block_scale: [E, N, K/16] float8_e4m3fn.
         per_tensor_scale: [] or [E] float32.
         ends: [E] int32, the row after each expert's last; ``ends[-1]`` is M.
         bias: [E, N] or None.
-        row_scale: [T, M] float32 or None.
-        ordered: K of ``x`` is in tensor-core order.
+        second: another term like x, or None.
+        row_scale: [terms, M] float32 or None.
+        ordered: K of the terms is in tensor-core order.
         dtype: of y; None: x's.
         config: instead of ``configuration``'s, for tuning.
         assembly: decode with inline assembly; plain operations give the same bits.
@@ -58,17 +60,15 @@ def grouped_matmul(
     Returns:
         y [M, N].
     """
-    terms, m, k = x.shape
-    experts, n = qdata.shape[:2]
+    terms = 1 if second is None else 2
+    (m, k), (experts, n) = x.shape, qdata.shape[:2]
     y = torch.empty(m, n, dtype=dtype or x.dtype, device=x.device)
     if y.numel() == 0 or experts == 0:
         return y
     config = config or configuration(m, n, k, experts, terms, ordered)
-    x = _aligned(x)
-    if isinstance(config, Wide) and not ordered:
-        x = to_tensor_core_order(x, device_of(x)[1])
+    x, second = prepared(x, second, config, ordered, device_of(x)[1])
     used = min(experts, m)
     tiles = used + (m - used) // config.height(terms)  # every expert with rows has a tile, and one more when it is full
     grid = triton.cdiv(n, config.rows), tiles
-    launch(config, grid, x, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
+    launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
     return y

@@ -176,6 +176,7 @@ def matmul(
     per_tensor_scale: Tensor,
     bias: Tensor | None = None,
     *,
+    second: Tensor | None = None,
     row_scale: Tensor | None = None,
     ordered: bool = False,
     recipe: Recipe = Recipe.ALIGNED,
@@ -183,18 +184,19 @@ def matmul(
     config: Narrow | Wide | None = None,
     assembly: bool = True,
 ) -> Tensor:
-    """``sum over terms of (row_scale * x[term]) @ W.T + bias`` with W = code * block_scale * per_tensor_scale.
+    """``(row_scale[0] * x + row_scale[1] * second) @ W.T + bias`` with W = code * block_scale * per_tensor_scale.
 
-    Products are exact and summed in fp32, term by term; the sum is rounded once.
+    Products are exact; each term is summed in fp32, then both are added; the result is rounded once.
 
     Args:
-        x: [T, M, K] bf16, T = 1 or 2, last dim contiguous.
+        x: [M, K] bf16.
         qdata: [N, K/2] uint8.
         block_scale: [N, K/16] float8_e4m3fn.
         per_tensor_scale: [] float32.
         bias: [N] or None.
-        row_scale: [T, M] float32 or None.
-        ordered: K of ``x`` is in tensor-core order (``decode.to_tensor_core_order``).
+        second: another term like x, or None.
+        row_scale: [terms, M] float32 or None.
+        ordered: K of the terms is in tensor-core order (``decode.to_tensor_core_order``).
         recipe: of W. ALIGNED's scale is a power of two.
         dtype: of y; None: x's.
         config: instead of ``configuration``'s, for tuning.
@@ -203,21 +205,19 @@ def matmul(
     Returns:
         y [M, N].
     """
-    terms, m, k = x.shape
-    n = qdata.shape[0]
+    terms = 1 if second is None else 2
+    (m, k), n = x.shape, qdata.shape[0]
     dtype = dtype or x.dtype
     if m * n == 0:
         return x.new_empty(m, n, dtype=dtype)
     processors, pdl = device_of(x)
     config = config or configuration(m, n, k, terms, processors, ordered)
     if config is None:
-        return _decode_and_multiply(x, qdata, block_scale, per_tensor_scale, bias, row_scale, recipe, dtype)
-    x = _aligned(x)
-    if isinstance(config, Wide) and not ordered:
-        x = to_tensor_core_order(x, pdl)
+        return _decode_and_multiply(x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, recipe, dtype)
+    x, second = prepared(x, second, config, ordered, pdl)
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     grid = (triton.cdiv(n, config.rows),)
-    launch(config, grid, x, qdata, block_scale, per_tensor_scale, bias, row_scale, None, y, assembly)
+    launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, None, y, assembly)
     return y
 
 
@@ -225,6 +225,7 @@ def launch(
     config: Narrow | Wide,
     grid: tuple[int, ...],
     x: Tensor,
+    second: Tensor | None,
     qdata: Tensor,
     block_scale: Tensor,
     per_tensor_scale: Tensor,
@@ -235,13 +236,21 @@ def launch(
     assembly: bool,
 ) -> None:
     """Run a kernel; ``grid`` of the narrow one as it is, of the wide one the tiles of W (``grid[0]``) and of x."""
-    terms, m, k = x.shape
-    n, blocks = qdata.shape[-2], k // 16
+    terms = 1 if second is None else 2
+    (m, k), n = x.shape, qdata.shape[-2]
+    blocks = k // 16
     interpreted = num.INTERPRETED.value
     pdl = device_of(x)[1]
     words = qdata.contiguous().view(torch.int32)
     scales = block_scale.contiguous().view(torch.uint8)
-    pointers = [x, words, scales, scale_pointer(per_tensor_scale), x if row_scale is None else row_scale]
+    pointers = [
+        x,
+        x if second is None else second,
+        words,
+        scales,
+        scale_pointer(per_tensor_scale),
+        x if row_scale is None else row_scale,
+    ]
     pointers += [x if bias is None else bias, x if ends is None else ends, y]
     groups = 0 if ends is None else ends.numel()
     options = {
@@ -268,7 +277,6 @@ def launch(
             n,
             blocks,
             groups,
-            x.stride(1),
             x.stride(0),
             SLICES=config.slices,
             ONE_ROW=m * terms == 1 and not groups,
@@ -294,7 +302,6 @@ def launch(
         blocks,
         groups,
         triton.cdiv(steps, config.splits),
-        x.stride(1),
         x.stride(0),
         SPLITS=config.splits,
         STACKED=config.stacked,
@@ -304,15 +311,20 @@ def launch(
     )
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` with rows that start at multiples of 16 bytes, for vector loads; a copy only where they do not."""
-    if x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+def prepared(
+    x: Tensor, second: Tensor | None, config: Narrow | Wide, ordered: bool, pdl: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The terms as a kernel wants them: rows of equal strides that start at multiples of 16 bytes, and their order."""
+    terms = [x] if second is None else [x, second]
+    if any(t.stride() != x.stride() or t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in terms):
+        terms = [t.clone(memory_format=torch.contiguous_format) for t in terms]
+    x, second = terms[0], terms[1] if len(terms) == 2 else None
+    return to_tensor_core_order(x, second, pdl) if isinstance(config, Wide) and not ordered else (x, second)
 
 
 def _decode_and_multiply(
     x: Tensor,
+    second: Tensor | None,
     qdata: Tensor,
     block_scale: Tensor,
     per_tensor_scale: Tensor,
@@ -325,15 +337,12 @@ def _decode_and_multiply(
     aligned = recipe is Recipe.ALIGNED  # then the decoded weights are exact in bf16, else code * block_scale is
     p = per_tensor_scale if aligned else torch.ones_like(per_tensor_scale)
     w = dequantize(qdata, block_scale, p, p, recipe=Recipe.ALIGNED, dtype=torch.bfloat16)
-    if x.shape[0] == 1 and row_scale is None and aligned and dtype == x.dtype:
-        return F.linear(x[0], w, None if bias is None else bias.to(dtype))
-    total = torch.zeros(x.shape[1], w.shape[0], device=x.device)
-    for term in range(x.shape[0]):
-        if x.is_cuda:
-            part = torch.mm(x[term], w.t(), out_dtype=torch.float32)
-        else:
-            part = x[term].float() @ w.float().t()
-        total += part if row_scale is None else part * row_scale[term][:, None]
+    if second is None and row_scale is None and aligned and dtype == x.dtype:
+        return F.linear(x, w, None if bias is None else bias.to(dtype))
+    total = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    for i, term in enumerate([x] if second is None else [x, second]):
+        part = torch.mm(term, w.t(), out_dtype=torch.float32) if x.is_cuda else term.float() @ w.float().t()
+        total += part if row_scale is None else part * row_scale[i][:, None]
     if not aligned:
         total *= per_tensor_scale
     if bias is not None:

@@ -24,6 +24,7 @@ from quads_qat.kernels.decode import (
     narrow_vector,
     narrow_weights,
     prefetch,
+    stride_between,
     wide_weights,
 )
 
@@ -65,6 +66,7 @@ def _store_tile(y_ptr, tile, row, column, mask, n, scale, bias_ptr, BIAS: tl.con
 @triton.jit(do_not_specialize=["m", "groups"])
 def narrow_kernel(
     x_ptr,
+    second_ptr,
     words_ptr,
     block_scale_ptr,
     per_tensor_scale_ptr,
@@ -77,7 +79,6 @@ def narrow_kernel(
     blocks,
     groups,
     row_stride,
-    term_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -96,6 +97,7 @@ def narrow_kernel(
 ):
     """ROWS of W, all of K: SLICES warps, each BLOCKS blocks a step. COLUMNS = TERMS * rows of x, term after term."""
     HALF: tl.constexpr = COLUMNS // TERMS
+    term_stride = stride_between(x_ptr, second_ptr)
     STEP: tl.constexpr = SLICES * BLOCKS
     weight_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = 0
@@ -168,6 +170,7 @@ def narrow_kernel(
 @triton.jit(do_not_specialize=["m", "groups", "steps_per_split"])
 def wide_kernel(
     x_ptr,
+    second_ptr,
     words_ptr,
     block_scale_ptr,
     per_tensor_scale_ptr,
@@ -183,7 +186,6 @@ def wide_kernel(
     groups,
     steps_per_split,
     row_stride,
-    term_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -205,6 +207,7 @@ def wide_kernel(
     Two terms are STACKED, half of the columns each, or have a tile of x and an accumulator each.
     """
     HEIGHT: tl.constexpr = COLUMNS // 2 if STACKED else COLUMNS  # rows of y
+    term_stride = stride_between(x_ptr, second_ptr)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
