@@ -1,5 +1,6 @@
 """Contract under test: any model that ``convert`` takes can be exported: recipes, dtypes, zeros, plain modules."""
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def test_a_plain_module_with_a_list_of_experts(dialect: Dialect) -> None:
 
 
 def test_scale_groups_of_ones_own(tmp_path: Path) -> None:
-    """``groups=`` holds in the file, and a source quantized without it is another checkpoint."""
+    """``groups=`` holds in the file, which says so; a source quantized without it is another checkpoint."""
     source = CHECKPOINTS / "bf16" / "qwen3"
     model = AutoModelForCausalLM.from_pretrained(source)
     qq.convert(model, "w4a16", groups=[r"layers\.(\d+)\.(?:self_attn\.o|mlp\.down)_proj"], recipe="modelopt-ieee")
@@ -148,6 +149,10 @@ def test_scale_groups_of_ones_own(tmp_path: Path) -> None:
     for layer in ("model.layers.0", "model.layers.1"):
         assert torch.equal(*(stored[f"{layer}.{n}.weight_scale_2"] for n in ("self_attn.o_proj", "mlp.down_proj")))
     qq.verify(model, tmp_path / "out")
+    assert qq.verify_checkpoint(source, tmp_path / "out").ok
+    silent = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
+    silent["quads_qat"]["scale_groups"]["rules"] = []
+    (tmp_path / "out" / "config.json").write_text(json.dumps(silent), "utf-8")
     assert not qq.verify_checkpoint(source, tmp_path / "out").ok
 
 
