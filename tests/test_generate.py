@@ -34,6 +34,7 @@ BATCH_INVARIANT = pytest.mark.parametrize(
         ("llama", "token", torch.float32),
         ("llama", "block", torch.bfloat16),
         ("qwen3_moe", "weights only", torch.float32),
+        ("qwen3_moe", "static", torch.float32),
     ],
 )
 
@@ -63,7 +64,10 @@ def rollout(arch: str, scope: str = "token", dtype: torch.dtype = torch.float32)
     model.generation_config.eos_token_id = None  # a random model ends at random
     if scope == "weights only":
         return qq.convert(model, "w4a4_residual", weights_only=True)
-    return qq.convert(model, "w4a4_residual", residual=qq.ResidualConfig(fraction=0.5, scope=scope))
+    qq.convert(model, "w4a4_residual", residual=qq.ResidualConfig(fraction=0.5, scope=scope))
+    if scope == "static":
+        qq.calibrate(model, [PROMPT.flip(1)])
+    return model
 
 
 def generate(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

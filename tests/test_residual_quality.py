@@ -56,6 +56,16 @@ def test_without_activations_nothing_is_lost_and_with_more_compensation_less(stu
         assert errors[0][metric] > errors[1][metric] > errors[2][metric] > errors[3][metric] > 0
 
 
+def test_static_masks_are_calibrated_on_the_other_text(study: Study):
+    residual = ResidualConfig(fraction=0.25, scope="static", granularity=16)
+    rollout = qq.convert(open_model(DATA)[0], "w4a4_residual", residual=residual).float()
+    qq.calibrate(rollout, study.calibration)
+    with torch.no_grad():
+        expected = rollout(study.batches[0]).logits
+    study.measure(ActivationFormat(), ResidualConfig(fraction=0.75, scope="static", norm="max"))  # must leave no trace
+    assert_same_bits(_logits(study, residual), expected)
+
+
 def test_configurations_that_are_left_out_are_those_that_make_no_difference(study: Study):
     chosen = list(grid(("token", "block", "batch"), ("l2", "l1", "max"), (0.0, 0.25, 1.0)))
     assert len(chosen) == len(set(chosen)) == 2 + 1 + 1 + 3 + 3 + 3
