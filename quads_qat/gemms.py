@@ -73,6 +73,11 @@ def _multiply(
     return _matmul_op(x, second, *parts, bias, row_scale, offs, weight.recipe.value, dtype)
 
 
+def _pair(terms: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[T, M, K] -> the first term and the second, if there is one."""
+    return terms[0], terms[1] if len(terms) == 2 else None
+
+
 def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, offs: Tensor | None = None) -> Tensor:
     """``reference_matmul.linear_w4a16`` and, with ``offs``, ``grouped_linear_w4a16``."""
     packed = x.dtype == torch.bfloat16 and weight.recipe is Recipe.ALIGNED
@@ -124,7 +129,7 @@ def linear_w4a4(
     rows = x.detach().reshape(-1, x.shape[-1])
     if activation.recipe is Recipe.ALIGNED:
         terms, _ = activations.quantize_activation(rows, activation, None, input_amax, None, False, "triton")
-        return _multiply(terms, weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
+        return _multiply(*_pair(terms), weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
     operand, p = _operand(_quantized(rows, activation, input_amax), len(rows))
     p = None if p is None else p[None].contiguous()
     y = _multiply(operand, None, weight, bias, p, offs, x.dtype)
@@ -148,7 +153,7 @@ def residual_linear(
     rows = x.detach().reshape(-1, x.shape[-1])
     if activation.recipe is Recipe.ALIGNED:
         terms, _ = activations.quantize_activation(rows, activation, residual, input_amax, mask, False, "triton")
-        return _multiply(terms, weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
+        return _multiply(*_pair(terms), weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
     both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)
     operands = [_operand(q, len(rows)) for q in both if q is not None]
     first, second = operands[0][0], operands[1][0] if len(operands) == 2 else None

@@ -119,10 +119,10 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
         rows, warps = 256, 16
     blocks = 16 if accumulated <= 64 else 8
     tiles = triton.cdiv(n, rows) * triton.cdiv(2 * m if stacked else m, columns)
-    steps = triton.cdiv(k // 16, blocks)
+    steps = -(-(k // 16) // blocks)
     target = 4 * processors if columns == 16 else processors
     splits = min(4, steps, max(1, target // tiles))
-    return Wide(rows, columns, blocks, warps, 3, 1 << (splits.bit_length() - 1), stacked)
+    return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
 
 @lru_cache(maxsize=64)
