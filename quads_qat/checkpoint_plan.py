@@ -173,13 +173,16 @@ def natural_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def export_plan(model: nn.Module, conversion: Conversion, dialect: Dialect) -> Plan:
-    """:func:`disk_plan` for writing.
+    """:func:`disk_plan` for writing, made once for a model and dialect: it takes a while for many experts.
 
     Raises:
         ValueError: weights that the checkpoint format of the architecture merges or permutes: names their modules.
     """
+    if dialect in conversion.export_plans:
+        return conversion.export_plans[dialect]
     try:
-        return disk_plan(model, conversion, dialect)
+        conversion.export_plans[dialect] = plan = disk_plan(model, conversion, dialect)
+        return plan
     except names.DiskLayoutError as error:
         modules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.rpartition(".")[0]): None for name in error.parameters}
         raise ValueError(

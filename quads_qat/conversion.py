@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quads_qat.config import ActivationFormat, Mode, Recipe, ResidualConfig, Scope, WeightFormat
+from quads_qat.config import ActivationFormat, Dialect, Mode, Recipe, ResidualConfig, Scope, WeightFormat
 from quads_qat.experts import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.linear import ActivationObserver, FullPrecision
 from quads_qat.residual import SyncState
-from quads_qat.scale_groups import ScaleGroup, activation_key, group_key
+from quads_qat.scale_groups import ScaleGroup, activation_key, group_key, joined_group
 from quads_qat.selection import default_exclusion, first_match, in_scope
 
 STATE = "_quads_qat"
@@ -82,6 +82,7 @@ class Conversion:
     residual: ResidualConfig | None = None
     sync: SyncState = field(default_factory=SyncState)
     sync_plan: Any = None  #: what ``weight_sync`` derives from the model once
+    export_plans: dict[Dialect, Any] = field(default_factory=dict)  #: made once, too
     rules: tuple[str, ...] = ()  #: regular expressions of scale groups, the ``groups`` of ``convert``
 
 
@@ -148,6 +149,7 @@ def select(
         else:
             elements = sum(p.numel() for p in module._parameters.values() if p is not None)
             conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
+    _join_groups(conversion, groups)
     if not conversion.weights:
         skipped = "; ".join(f"{s.module or '(root)'}: {s.reason}" for s in conversion.skipped[:3])
         raise ValueError(
@@ -179,6 +181,28 @@ def _add_weights(
         conversion.groups.setdefault(group, ScaleGroup(group)).members.append((module, parameter, full))
         key = activation_key(group)
         conversion.observers.setdefault(key, ActivationObserver(key))
+
+
+def _join_groups(conversion: Conversion, rules: Sequence[str]) -> None:
+    """Merge groups of linears that read the same input (an attention's gate or indexer, and its q/k/v)."""
+    for full, weight in conversion.weights.items():
+        target = None if weight.parameter != "weight" else joined_group(weight.module, conversion.groups)
+        if target is None or target == weight.group or any(re.search(rule, weight.module) for rule in rules):
+            continue
+        first = conversion.groups[target].members[0]
+        member = next(member for member in conversion.groups[weight.group].members if member[2] == full)
+        if conversion.weights[first[2]].format != weight.format or _dtype(first) != _dtype(member):
+            continue  # kept in another precision: no engine can give them one scale
+        conversion.groups[weight.group].members.remove(member)
+        conversion.groups[target].members.append(member)
+        conversion.weights[full] = replace(weight, group=target)
+        if not conversion.groups[weight.group].members:
+            del conversion.groups[weight.group]
+            conversion.observers.pop(activation_key(weight.group))
+
+
+def _dtype(member: tuple[nn.Module, str, str]) -> torch.dtype:
+    return member[0]._parameters[member[1]].dtype  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:

@@ -345,7 +345,10 @@ class _Sync:
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    low, high = torch.aminmax(tensor)  # one pass; both are NaN if there is one
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
         bad = int((~torch.isfinite(tensor)).sum())
         raise ValueError(
             f"update_weights: {name} holds {bad} NaN or inf of {tensor.numel()} elements in {tensor.dtype}; find the "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cuda_timing, quantize, quantize_cpu, quantize_peers
+from benchmarks import cuda_timing, quantize, quantize_cpu, quantize_peers, weight_sync
 from benchmarks.__main__ import app
 from benchmarks.cuda_timing import Times
 from benchmarks.quantize_peers import FAKE_QUANTIZE, QUANTIZE, Peer
@@ -32,6 +32,17 @@ def test_a_peer_with_other_bytes_gets_no_time(monkeypatch: pytest.MonkeyPatch):
     assert rows["missing"].seconds is None
     assert rows["missing"].note == "skipped: No module named 'peer'"
     assert all(rows[f"quads_qat {recipe}"].seconds for recipe in Recipe)
+
+
+def test_a_sync_with_other_bytes_gets_no_time(monkeypatch: pytest.MonkeyPatch):
+    rows = weight_sync.weight_sync(layers=1, experts=2, hidden=512, rounds=1).rows
+    assert len(rows) == 8
+    assert all(row.seconds and row.note.endswith(" s/GB") for row in rows)
+    monkeypatch.setattr(weight_sync, "differing_bytes", lambda rollout, expected: 3)
+    rows = weight_sync.weight_sync(layers=1, experts=2, hidden=512, rounds=1).rows
+    assert [row.note for row in rows if row.seconds is None] == [
+        "not timed: 3 bytes differ from a fresh conversion"
+    ] * 4
 
 
 def test_the_command_line_writes_what_it_shows(tmp_path: Path):
