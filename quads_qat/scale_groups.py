@@ -7,7 +7,7 @@ training forward too: a scale that is only merged at export would change bits th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -20,6 +20,22 @@ FUSED_LINEARS: tuple[tuple[str, ...], ...] = (
     ("in_proj_qkv", "in_proj_z"),
 )
 """Leaf names that share a scale when they have the same parent (Model-Optimizer 0.47's fusion of equal inputs)."""
+
+_QKV, _MLA = "{q_proj,k_proj,v_proj}", "{q_a_proj,kv_a_proj_with_mqa}"
+_JOINS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
+    (re.compile(pattern), groups)
+    for pattern, groups in (
+        (r"(.*attn)\.(?:gate_proj|g_proj|output_gate|linear_gate|kv_proj)", (_QKV, _MLA, "qkv_proj")),
+        (r"(.*attn)\.(?:b_proj|g_a_proj|r_proj|forget_gate\.f_a_proj|forget_gate\.f_proj)", (_QKV,)),
+        (r"(.*attn)\.kv_a_proj_with_mqa", (_QKV,)),
+        (r"(.*attn)\.indexer\.(?:wk|weights_proj|index_qk_proj)", (_QKV, _MLA)),
+        (r"(.*attn)\.compressor(?:\.indexer)?\.(?:kv_proj|gate_proj|scorer\.weights_proj)", (_QKV, _MLA)),
+        (r"(.*attn)\.(?:compressor\.)?indexer\.(?:wq_b|q_b_proj)", ("q_b_proj",)),
+        (r"(.*qkv_proj)\.v_proj_(?:current|delayed)", (_QKV,)),
+        (r"(.*hyper_connection)\.block_inject_weight", ("input_mix_weight_down",)),
+    )
+)
+"""Linears that read what a group of another name reads: Model-Optimizer 0.47 gives all of them one scale."""
 
 _EXPERT_INDEX = re.compile(r"(\bexperts)\.\d+\b")
 
@@ -45,6 +61,19 @@ def group_key(name: str, rules: Sequence[str] = ()) -> str:
         if leaf in siblings:
             return f"{parent}.{{{','.join(siblings)}}}".lstrip(".")
     return plain
+
+
+def joined_group(name: str, groups: Collection[str]) -> str | None:
+    """Which of ``groups`` the linear ``name`` belongs to besides its siblings: one that reads the same input, or None.
+
+    >>> joined_group("self_attn.indexer.wk", ["self_attn.{q_a_proj,kv_a_proj_with_mqa}", "self_attn.q_b_proj"])
+    'self_attn.{q_a_proj,kv_a_proj_with_mqa}'
+    """
+    for pattern, candidates in _JOINS:
+        if match := pattern.fullmatch(name):
+            found = (f"{match[1]}.{group}" for group in candidates)
+            return next((group for group in found if group in groups), None)
+    return None
 
 
 def activation_key(group: str) -> str:
