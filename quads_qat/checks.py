@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quads_qat import formats
-from quads_qat.config import ActivationFormat, ActivationScale, Recipe
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, ResidualScope
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
@@ -184,3 +184,15 @@ def check_activation(who: str, x: Tensor, activation: ActivationFormat, input_am
         check_amax(who, input_amax)
     if can_look(x):
         require_finite(who, x)
+
+
+def check_static_mask(who: str, x: Tensor, residual: ResidualConfig, mask: Tensor | None) -> None:
+    """Scope ``static`` has its mask, bool [K]."""
+    if residual.scope is not ResidualScope.STATIC or residual.fraction == 0:
+        return
+    if mask is None:
+        raise ValueError(
+            f"{who}: scope='static' needs a mask [K] (a packed module's residual_mask); set one, or use scope='token'"
+        )
+    if mask.dtype != torch.bool or mask.shape != x.shape[-1:]:
+        raise ValueError(f"{who}: mask must be bool [K={x.shape[-1]}], got {mask.dtype} {tuple(mask.shape)}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads_qat import checks, gemms, library, reference_matmul
+from quads_qat import activations, checks, gemms, library, reference_matmul
 from quads_qat.config import (
     ActivationFormat,
     ActivationScale,
@@ -236,6 +236,50 @@ def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype
     return library.fake_quantize_backward(x, None, tensor_amax, recipe.value, dtype, backend)
 
 
+# ---------------------------------------------------------------------------------------------------------- activations
+
+
+def quantize_activation(
+    x: Tensor,
+    activation: ActivationFormat | None = None,
+    residual: ResidualConfig | None = None,
+    *,
+    input_amax: Tensor | None = None,
+    mask: Tensor | None = None,
+    return_mask: bool = False,
+    backend: Backend | str = Backend.AUTO,
+) -> tuple[Tensor, Tensor | None]:
+    """The operands of a W4A4 GEMM, decoded: ``Q(x)`` and ``Q(m * (x - Q(x)))``. No gradient.
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16, K % 16 == 0; a device's NaN and inf make their blocks NaN. For scope
+            ``batch`` its rows form one unit.
+        activation: recipe and scale of Q; None: ALIGNED, per token.
+        residual: which channels are quantized a second time; None: none.
+        input_amax: [] amax of a static activation scale.
+        mask: [K] bool, the fixed mask of scope ``static``.
+        return_mask: also return what was selected.
+        backend: which implementation; the bits do not depend on it.
+
+    Returns:
+        ``(terms, mask)``. terms [T, ..., K], T = 2 where ``residual`` selects something, else 1: bfloat16 for ALIGNED,
+        whose values are exact in it, float32 for other recipes. mask [..., K] bool, or None.
+
+    >>> terms, _ = quantize_activation(torch.randn(4, 32), residual=ResidualConfig(fraction=0.5))
+    >>> terms.shape, terms.dtype
+    (torch.Size([2, 4, 32]), torch.bfloat16)
+    """
+    activation = activation or ActivationFormat()
+    checks.check_input("quantize_activation", x)
+    checks.check_activation("quantize_activation", x, activation, input_amax)
+    if residual is not None:
+        checks.check_static_mask("quantize_activation", x, residual, mask)
+    terms, chosen = activations.quantize_activation(
+        x.detach(), activation, residual, input_amax, mask, return_mask, _resolve(backend, x)
+    )
+    return terms, chosen if return_mask and terms.shape[0] == 2 else None
+
+
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
 
 
@@ -316,16 +360,7 @@ def residual_linear(
     activation = activation or ActivationFormat()
     checks.check_gemm("residual_linear", x, weight)
     checks.check_activation("residual_linear", x, activation, input_amax)
-    if residual.scope is ResidualScope.STATIC and residual.fraction > 0:
-        if mask is None:
-            raise ValueError(
-                "residual_linear: scope='static' needs a mask [K] (a packed module's residual_mask); set one, or use "
-                "scope='token'"
-            )
-        if mask.dtype != torch.bool or mask.shape != x.shape[-1:]:
-            raise ValueError(
-                f"residual_linear: mask must be bool [K={x.shape[-1]}], got {mask.dtype} {tuple(mask.shape)}"
-            )
+    checks.check_static_mask("residual_linear", x, residual, mask)
     if _resolve(backend, x) == "triton":
         return gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask)
     return reference_matmul.residual_linear(

@@ -135,8 +135,9 @@ def residual_mask(r: Tensor, residual: ResidualConfig, static_mask: Tensor | Non
     """Which channels of the residual r [M, K] (fp32) are compensated: bool [K] or [M, K]; None for none of them.
 
     n = floor(fraction * size + 1/2) units of each scope unit, the largest scores, equal scores: the lower channel
-    first. A single channel of a row ranks by its magnitude under every norm; its square might over- or underflow. A
-    whole block's score is the fixed binary tree over its 16 channels' scores.
+    first. A single channel of one row ranks by its magnitude under every norm, since its square might over- or
+    underflow: a batch of one row is like scope ``token``. A whole block's score is the fixed binary tree over its 16
+    channels' scores.
     """
     if residual.scope is ResidualScope.STATIC:
         return static_mask if residual.fraction > 0 else None
@@ -146,10 +147,11 @@ def residual_mask(r: Tensor, residual: ResidualConfig, static_mask: Tensor | Non
         return None
     if n == size:
         return torch.ones(r.shape[-1], dtype=torch.bool, device=r.device)
-    if residual.scope is ResidualScope.BATCH:
+    if residual.scope is ResidualScope.BATCH and r.shape[0] != 1:
         score = _channel_score(r, residual.norm)
     else:
         score = r.abs() if residual.granularity == 1 else _powered(r, residual.norm)
+        score = score[0] if residual.scope is ResidualScope.BATCH else score
     return _largest(score, residual, n)
 
 

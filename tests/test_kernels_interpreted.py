@@ -39,6 +39,11 @@ def test_the_kernels_suite_passes_in_the_interpreter():
 
 
 @needs_triton
+def test_the_suite_of_the_activation_kernels_passes_in_the_interpreter():
+    assert_passes(["test_residual_kernels"], INTERPRETER, 100, "-m", "gpu")
+
+
+@needs_triton
 def test_the_reference_s_properties_hold_for_the_kernels_in_the_interpreter():
     assert_passes(["test_reference_properties"], KERNELS | INTERPRETER, 21)
 

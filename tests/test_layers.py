@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),
-    ("L1", ("checks", "library", "gemms", "ops")),
+    ("L1", ("checks", "library", "activations", "gemms", "ops")),
     ("L2", ("autograd",)),
     ("L3", ("linear", "experts", "residual")),
     (

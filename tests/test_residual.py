@@ -74,9 +74,9 @@ def slow_mask(r: list[list[float]], config: ResidualConfig) -> list[list[bool]]:
         best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:n]
         return {i * config.granularity + j for i in best for j in range(config.granularity)}
 
-    if config.scope is ResidualScope.BATCH:
+    if config.scope is ResidualScope.BATCH and rows != 1:
         picked = [chosen([over_rows([power(row[i]) for row in r]) for i in range(k)])] * rows
-    elif config.scope is ResidualScope.TOKEN:
+    elif config.scope is not ResidualScope.BLOCK:
         picked = [chosen([power(v) if config.granularity == 16 else abs(v) for v in row]) for row in r]
     else:
         picked = [

@@ -5,17 +5,21 @@ element below s p / 4 is its own residual, and the others are multiples of 2**(f
 test walks through all of them). So r needs no wider type, the second quantization is like the first, and the 15 bits of
 |r| are exact keys for the selection.
 
-Two numbers travel in one int32, a tile of them is [T, 4, 2]: T blocks of 8 words, each in one thread. A row belongs to one program; where
-rows are few, several programs share one: each reads all of it for the amax and the ranks, and writes its own slice.
+Two numbers travel in one int32, a tile of them is [T, 4, 2]: T blocks of 8 words, each in one thread. A row belongs to
+one program; where rows are few, several programs share one: each reads all of it for the amax and the ranks, and writes
+its own slice.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quads_qat.config import ResidualConfig, ResidualNorm, ResidualScope
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.kernels import numerics as num
 from quads_qat.kernels import topk
@@ -61,9 +65,8 @@ def _largest_bits(words):
 
 
 @triton.jit
-def _row_scale(words, largest):
-    """The scale of a row of words; ``largest`` are the bits of its blocks' amaxes. What is not finite does not count."""
-    bits = tl.max(largest, 0)
+def _row_scale(words, bits):
+    """The scale of a row of words whose largest magnitude has these bits. What is not finite does not count."""
     if bits >= 0x7F80:  # rare: leave it out, element by element
         low = words & 0x7FFF
         high = (words >> 16) & 0x7FFF
@@ -216,28 +219,21 @@ def _kept(low, high):
 
 
 @triton.jit
-def _channels_of_row(row, rest, block, n_blocks, p, n):
+def _channels_of_row(row, rest, block, n_blocks, top, p, n, KIND: tl.constexpr):
     """The n largest channels of ``row``, for the blocks ``block`` whose words are ``rest``."""
-    magnitudes = row & 0x7FFF7FFF
-    low = magnitudes & 0xFFFF
-    high = magnitudes & HIGH
+    keys = topk.magnitude_keys(row, top)
     total = n_blocks * 16
     guess = num.bits(448.0 * p) >> 16  # of a finite row |r| <= 448 p
-    nth, wanted = topk.nth_largest(tl.join(low | (low << 16), high | (high >> 16)), n, total, guess, True)
-    places = _places()
+    nth, wanted = topk.nth_magnitude(keys, n, total, guess, KIND)
     end = total
     if wanted < total:
-        ties = ((low == nth).to(tl.int32) << places) | ((high == (nth << 16)).to(tl.int32) << (places + 1))
-        end = topk.end_of_ties(tl.sum(tl.sum(ties, 2), 1), wanted)
-    low = rest & 0x7FFF
-    high = (rest >> 16) & 0x7FFF
-    channel = block[:, None, None] * 16 + places
-    # one comparison each: equal keys count where the channel comes before the end
-    return _kept(low + (channel < end).to(tl.int32) > nth, high + (channel + 1 < end).to(tl.int32) > nth)
+        end = topk.end_of_ties(topk.equal_channels(keys, nth), wanted)
+    return topk.kept_channels(topk.magnitude_keys(rest, top), block, nth, end, KIND)
 
 
 @triton.jit
 def joined(a, b, NORM: tl.constexpr):
+    """One score of two: their sum, or the larger, NaN before all."""
     if NORM == MAX:
         c = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -247,6 +243,7 @@ def joined(a, b, NORM: tl.constexpr):
 
 @triton.jit
 def powered(r, NORM: tl.constexpr):
+    """What a residual adds to a score."""
     return r * r if NORM == L2 else tl.abs(r)
 
 
@@ -275,7 +272,7 @@ def _blocks_of_row(row, rest, block, n_blocks, p, n, NORM: tl.constexpr):
     """The n blocks of ``row`` with the largest scores."""
     keys = _block_keys(row, NORM)
     guess = num.bits(powered(448.0 * p, NORM) * 4.0)
-    nth, wanted = topk.nth_largest(keys, n, n_blocks, guess, False)
+    nth, wanted = topk.nth_score(keys, n, n_blocks, guess)
     end = n_blocks
     if wanted < n_blocks:
         end = topk.end_of_equals(keys == nth, wanted)
@@ -297,7 +294,7 @@ def _channels_of_block(rest, N: tl.constexpr):
 # -------------------------------------------------------------------------------------------------------------- kernel
 
 
-@triton.jit(do_not_specialize=["slices", "n"])
+@triton.jit(do_not_specialize=["row_quads", "slices", "n"])
 def _rows_kernel(
     x_ptr,
     amax_ptr,
@@ -306,13 +303,14 @@ def _rows_kernel(
     q2_ptr,
     kept_ptr,
     n_blocks,
-    row_words,
+    row_quads,
     slices,
     n,
     PER_TOKEN: tl.constexpr,
     SELECT: tl.constexpr,
     NORM: tl.constexpr,
     N_OF_16: tl.constexpr,
+    KIND: tl.constexpr,
     STORES_FIRST: tl.constexpr,
     STORES_MASK: tl.constexpr,
     SHARED: tl.constexpr,
@@ -327,7 +325,7 @@ def _rows_kernel(
     else:
         row_index = pid.to(tl.int64)
         block = tl.arange(0, TILE)
-    start = row_index * row_words
+    start = row_index * (row_quads * 4)
     out_start = row_index * (n_blocks * 8)
     RANKS: tl.constexpr = SELECT == TOKEN or SELECT == TOKEN_BLOCKS
     x = _load(x_ptr.to(tl.pointer_type(tl.int32)), start, block, n_blocks)
@@ -338,8 +336,9 @@ def _rows_kernel(
     else:
         row = x
         row_largest = largest
+    top = tl.max(row_largest, 0)
     if PER_TOKEN:
-        p = _row_scale(row, row_largest)
+        p = _row_scale(row, top)
     else:
         p = num.power_of_two_scale(num.widen(tl.load(amax_ptr)))
 
@@ -352,7 +351,7 @@ def _rows_kernel(
         else:
             row = rest
         if SELECT == TOKEN:
-            kept = _channels_of_row(row, rest, block, n_blocks, p, n)
+            kept = _channels_of_row(row, rest, block, n_blocks, top, p, n, KIND)
         elif SELECT == TOKEN_BLOCKS:
             kept = _blocks_of_row(row, rest, block, n_blocks, p, n, NORM)
         elif SELECT == BLOCK:
@@ -372,8 +371,70 @@ def _rows_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ launcher
 
-LONGEST_ROW = 32768
+LONGEST_ROW = 32767 // 16 * 16
 """Channels that a program can rank."""
+
+_PROGRAMS = 256  # about two for each of an H200's multiprocessors
+_NORMS = {ResidualNorm.L2: L2.value, ResidualNorm.L1: L1.value, ResidualNorm.MAX: MAX.value}
+
+
+def activation_terms(
+    x: Tensor, amax: Tensor | None, residual: ResidualConfig | None, mask: Tensor | None, return_mask: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``(terms [T, M, K], mask)`` of x [M, K] bf16: the twin of ``reference_matmul.residual_quantize``, decoded.
+
+    Args:
+        x: any strides, K <= LONGEST_ROW.
+        amax: [] of the tensor; None: each row has its own.
+        residual: selects at least one channel; None: T is 1.
+        mask: [K] bool of scope ``static``.
+        return_mask: whether the mask is wanted: [M, K] or [K] bool.
+    """
+    k = x.shape[-1]
+    if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    if residual is None:
+        return rows(x, amax=amax)
+    if residual.scope is ResidualScope.STATIC:
+        assert mask is not None
+        return rows(x, amax=amax, select=FIXED.value, mask=mask.contiguous())[0], mask
+    size = BLOCK_SIZE if residual.scope is ResidualScope.BLOCK else k // residual.granularity
+    n, norm, whole_blocks = residual.selected(size), _NORMS[residual.norm], residual.granularity == BLOCK_SIZE
+    if n == size or x.shape[0] == 0:
+        return rows(x, amax=amax, select=ALL.value, return_mask=return_mask)
+    if residual.scope is ResidualScope.BATCH and x.shape[0] > 1:
+        from quads_qat.kernels.residual_batch import batch_mask
+
+        terms = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device)
+        rows(x, amax=amax, terms=terms)
+        mask = batch_mask(x, terms[0], n=n, norm=norm, whole_blocks=whole_blocks)
+        rows(x, amax=amax, select=FIXED.value, mask=mask, terms=terms, stores_first=False)
+        return terms, mask
+    if residual.scope is ResidualScope.BLOCK:
+        select = BLOCK.value
+    else:
+        select = TOKEN_BLOCKS.value if whole_blocks else TOKEN.value
+    return rows(x, amax=amax, select=select, n=n, norm=norm, return_mask=return_mask)
+
+
+@lru_cache
+def kind_of_pairs(device: torch.device) -> int:
+    """FAST where the device compares pairs of bf16."""
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (topk.FAST if fast else topk.PAIRS).value
+
+
+def configuration(m: int, row: int, select: int) -> tuple[int, int, bool]:
+    """(blocks a program, warps, staged stores) for m rows of ``row`` blocks, a power of two; measured on an H200."""
+    warps = min(32, max(1, row // 64))
+    if select in (TOKEN.value, TOKEN_BLOCKS.value):
+        if m > 16:
+            return row, warps, True
+        return max(row // 4, 16), warps, False
+    if m > 128:
+        return row, warps, True
+    tile = max(triton.next_power_of_2(m * row // _PROGRAMS), min(64, row))
+    return (row, warps, True) if tile >= row else (tile, 4, False)
 
 
 def rows(
@@ -384,49 +445,52 @@ def rows(
     n: int = 0,
     norm: int = 0,
     mask: Tensor | None = None,
-    first: Tensor | None = None,
+    terms: Tensor | None = None,
+    stores_first: bool = True,
     return_mask: bool = False,
     config: tuple[int, int, bool] | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``(q1, q2, mask)`` of x [M, K] bf16, row-major: one launch.
+) -> tuple[Tensor, Tensor | None]:
+    """``(terms [T, M, K], mask)`` of x [M, K] bf16: one launch.
 
     Args:
-        x: rows contiguous, 16-byte aligned.
+        x: its rows are runs that begin at multiples of 16 bytes.
         amax: [] of the tensor; None: each row's own.
         select: NONE, ALL, FIXED, TOKEN, TOKEN_BLOCKS or BLOCK.
         n: how many units are selected, fewer than there are.
         norm: L2, L1 or MAX, for TOKEN_BLOCKS.
-        mask: [K] bool, for FIXED.
-        first: q1 if it is there already.
+        mask: [K] bool, contiguous, for FIXED.
+        terms: where to write.
+        stores_first: False where terms[0] is there already.
         return_mask: also return what was selected, [M, K] bool.
-        config: (blocks a program, warps, staged stores) instead of the measured choice.
+        config: instead of the measured :func:`configuration`.
     """
     m, k = x.shape
-    q1 = torch.empty(m, k, dtype=torch.bfloat16, device=x.device) if first is None else first
-    q2 = torch.empty(m, k, dtype=torch.bfloat16, device=x.device) if select else None
+    if terms is None:
+        terms = torch.empty(2 if select else 1, m, k, dtype=torch.bfloat16, device=x.device)
     kept = torch.empty(m, k, dtype=torch.bool, device=x.device) if return_mask else None
     if m == 0:
-        return q1, q2, kept
+        return terms, kept
     n_blocks = k // BLOCK_SIZE
     row = triton.next_power_of_2(n_blocks)
-    tile, warps, staged = config or (row, max(1, row // 64), False)
+    tile, warps, staged = config or configuration(m, row, select)
     slices = triton.cdiv(n_blocks, tile)
     _rows_kernel[(m * slices,)](
         x,
         x if amax is None else amax,
-        x if mask is None else mask,
-        q1,
-        q1 if q2 is None else q2,
-        q1 if kept is None else kept,
+        x if mask is None else mask.view(torch.int8),
+        terms[0],
+        terms[-1],
+        x if kept is None else kept.view(torch.int8),
         n_blocks,
-        x.stride(0) // 2,
+        x.stride(0) // 8,
         slices,
         n,
         PER_TOKEN=amax is None,
         SELECT=select,
         NORM=norm,
         N_OF_16=n if select == BLOCK.value else 0,
-        STORES_FIRST=first is None,
+        KIND=kind_of_pairs(x.device),
+        STORES_FIRST=stores_first,
         STORES_MASK=return_mask,
         SHARED=slices > 1,
         STAGED=staged,
@@ -434,4 +498,4 @@ def rows(
         TILE=min(tile, row),
         num_warps=warps,
     )
-    return q1, q2, kept
+    return terms, kept
