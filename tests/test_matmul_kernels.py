@@ -18,7 +18,7 @@ from bits import assert_same_bits
 from torch import Tensor
 
 from quads_qat import ops, reference, reference_matmul
-from quads_qat.config import ActivationFormat, Recipe, ResidualConfig
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig
 from quads_qat.kernels import matmul as module
 from quads_qat.kernels.decode import to_tensor_core_order
 from quads_qat.kernels.grouped_matmul import grouped_matmul
@@ -334,7 +334,7 @@ def test_ops_equal_the_reference_where_sums_are_exact(dtype: torch.dtype, recipe
 @pytest.mark.parametrize("scale", ["per_token", "per_tensor", "static"])
 @pytest.mark.parametrize("fraction", [None, 0.0, 0.5, 1.0])
 def test_ops_of_quantized_activations_follow_the_reference(recipe: Recipe, scale: str, fraction: float | None):
-    activation = ActivationFormat(scale=scale, recipe=recipe)  # pyright: ignore[reportArgumentType]
+    activation = ActivationFormat(scale=ActivationScale(scale), recipe=recipe)
     options = {"activation": activation, "input_amax": torch.tensor(3.0, device=DEVICE) if scale == "static" else None}
     q = weight(48, 128)
     for m in (3, 20):
