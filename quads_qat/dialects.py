@@ -244,29 +244,82 @@ def _algorithm(weights_only: bool) -> str:
     return "W4A16_NVFP4" if weights_only else "NVFP4"
 
 
+_OTHERS = {
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "mxfp4": "MXFP4",
+    "bitsandbytes": "bitsandbytes",
+    "auto-round": "AutoRound",
+    "nvfp4": "transformers' own NVFP4, which is made while a model is loaded and is not kept in files",
+}
+"""What other quantization methods are called, by their ``quant_method``."""
+
+
 def parse_config(config: dict[str, Any], where: str) -> tuple[Dialect, bool]:
     """``(dialect, weights_only)`` of a config.json.
 
     Raises:
-        ValueError: not an NVFP4 checkpoint of either dialect.
+        ValueError: no NVFP4 checkpoint of either dialect (names the method that made it), or an entry of no sense.
     """
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
+    if quantization is None:
         raise ValueError(f"{where}: config.json has no quantization_config; this is no NVFP4 checkpoint")
-    method = str(quantization.get("quant_method", ""))
+    where = f"{where}: config.json: quantization_config"
+    method = str(_object(quantization, where).get("quant_method", ""))
     if method.startswith("modelopt"):
-        algorithm = str(
-            quantization.get("quant_algo") or quantization.get("quantization", {}).get("quant_algo", "")
-        ).upper()
-        if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-            raise ValueError(f"{where}: quant_algo is {algorithm!r}; only NVFP4 and W4A16_NVFP4 can be read")
-        return Dialect.MODELOPT, algorithm == "W4A16_NVFP4"
+        return Dialect.MODELOPT, _modelopt_weights_only(quantization, where)
     if method == "compressed-tensors":
-        groups = list(quantization.get("config_groups", {}).values())
-        formats = {quantization.get("format"), *(g.get("format") for g in groups)}
-        if "nvfp4-pack-quantized" not in formats:
+        return Dialect.COMPRESSED_TENSORS, _compressed_weights_only(quantization, where)
+    made_by = f" ({_OTHERS[method]})" if method in _OTHERS else ""
+    raise ValueError(
+        f"{where}: quant_method is {method!r}{made_by}; only modelopt and compressed-tensors can be read. Load it with "
+        "transformers, or start from the original that it was made from"
+    )
+
+
+def _modelopt_weights_only(quantization: dict[str, Any], where: str) -> bool:
+    nested = _object(quantization.get("quantization") or {}, f"{where}.quantization")
+    algorithm = str(quantization.get("quant_algo") or nested.get("quant_algo") or "").upper()
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        raise ValueError(f"{where}: quant_algo is {algorithm!r}; only NVFP4 and W4A16_NVFP4 can be read")
+    for group in _groups(quantization, where):
+        _require_nvfp4(group, where)
+    size = nested.get("group_size", quantization.get("group_size"))
+    if size not in (None, BLOCK_SIZE):
+        raise ValueError(f"{where}: group_size is {size!r}, but NVFP4 has blocks of {BLOCK_SIZE}")
+    return algorithm == "W4A16_NVFP4"
+
+
+def _compressed_weights_only(quantization: dict[str, Any], where: str) -> bool:
+    groups = _groups(quantization, where)
+    formats = [quantization.get("format"), *(group.get("format") for group in groups)]
+    if "nvfp4-pack-quantized" not in formats:
+        raise ValueError(f"{where}: format is {quantization.get('format')!r}; only nvfp4-pack-quantized can be read")
+    for group in groups:
+        if group.get("format") not in (None, "nvfp4-pack-quantized"):
             raise ValueError(
-                f"{where}: format is {quantization.get('format')!r}; only nvfp4-pack-quantized can be read"
+                f"{where}: a group has format {group['format']!r}; only nvfp4-pack-quantized can be read, not mixtures"
             )
-        return Dialect.COMPRESSED_TENSORS, all(g.get("input_activations") is None for g in groups)
-    raise ValueError(f"{where}: quant_method is {method!r}; only modelopt and compressed-tensors can be read")
+        _require_nvfp4(group, where)
+    return all(group.get("input_activations") is None for group in groups)
+
+
+def _groups(quantization: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    groups = _object(quantization.get("config_groups") or {}, f"{where}.config_groups")
+    return [_object(group, f"{where}.config_groups.{name}") for name, group in groups.items()]
+
+
+def _require_nvfp4(group: dict[str, Any], where: str) -> None:
+    """What a group says of its weights must be NVFP4, where it says something."""
+    weights = _object(group.get("weights") or {}, f"{where}: weights")
+    for key, needed in (("num_bits", 4), ("type", "float"), ("group_size", BLOCK_SIZE), ("strategy", "tensor_group")):
+        if weights.get(key, needed) != needed:
+            raise ValueError(f"{where}: {key} of the weights is {weights[key]!r}, but of NVFP4 it is {needed!r}")
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, got {value!r}")
+    return value

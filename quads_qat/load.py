@@ -56,6 +56,7 @@ class Checkpoint:
         """
         reader = checkpoint_io.Reader(path)
         dialect, weights_only = dialects.parse_config(_with_legacy_config(reader), str(path))
+        _require_own_names(reader, dialect)
         if KEY not in reader.config:
             return cls(reader, dialect, weights_only, dialects.FOREIGN_RECIPES[dialect][0])
         contract = Contract.from_json(reader.config[KEY], str(path))
@@ -153,6 +154,18 @@ class Checkpoint:
             raise ValueError(
                 f"{self.reader.path}: {lost[0]} is quantized, but {type(model).__name__} has no such weight"
             )
+
+
+def _require_own_names(reader: checkpoint_io.Reader, dialect: Dialect) -> None:
+    """The tensors are named as config.json claims."""
+    of_others = {Dialect.MODELOPT: r"\.weight_packed$", Dialect.COMPRESSED_TENSORS: r"[._]weight_scale_2$"}[dialect]
+    found = next((name for name in reader.names() if re.search(of_others, name)), None)
+    if found is not None:
+        other = next(d for d in Dialect if d is not dialect)
+        raise ValueError(
+            f"{reader.path}: config.json says {dialect}, but {found} is a name of the {other} dialect; one of the two "
+            "is of another checkpoint"
+        )
 
 
 def _with_legacy_config(reader: checkpoint_io.Reader) -> dict[str, Any]:

@@ -161,12 +161,16 @@ def copied(path: Path, target: Path, change: dict[str, Any]) -> Path:
     return target
 
 
+def compressed(**change: Any) -> dict[str, Any]:
+    return {"quantization_config": config(COMPRESSED)["quantization_config"] | change}
+
+
 CONFIGS: dict[str, tuple[Path, dict[str, Any], str]] = {
     "not quantized": (CHECKPOINTS / "bf16" / "qwen3", {}, "has no quantization_config; this is no NVFP4 checkpoint"),
     "fp8": (
         MODELOPT,
         {"quantization_config": {"quant_method": "fp8"}},
-        "quant_method is 'fp8'; only modelopt and comp",
+        r"quant_method is 'fp8' \(FP8\); only modelopt and comp",
     ),
     "modelopt fp8": (
         MODELOPT,
@@ -184,6 +188,79 @@ CONFIGS: dict[str, tuple[Path, dict[str, Any], str]] = {
         },
         "format is 'pack-quantized'; only nvfp4-pack-quantized",
     ),
+    "gptq": (
+        MODELOPT,
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        r"quant_method is 'gptq' \(GPTQ\); only",
+    ),
+    "awq": (
+        MODELOPT,
+        {"quantization_config": {"quant_method": "awq"}},
+        r"quant_method is 'awq' \(AWQ\); .* start from the",
+    ),
+    "mxfp4": (MODELOPT, {"quantization_config": {"quant_method": "mxfp4"}}, r"quant_method is 'mxfp4' \(MXFP4\); only"),
+    "transformers' nvfp4": (
+        MODELOPT,
+        {"quantization_config": {"quant_method": "nvfp4"}},
+        "own NVFP4, which is made while",
+    ),
+    "no method": (MODELOPT, {"quantization_config": {}}, "quant_method is ''; only modelopt and compressed-tensors"),
+    "mixed precision": (
+        MODELOPT,
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+        "quant_algo is 'MIXED_PRECISION'; only NVFP4",
+    ),
+    "a list": (
+        MODELOPT,
+        {"quantization_config": ["modelopt"]},
+        r"quantization_config must be a JSON object, got \['model",
+    ),
+    "nested list": (
+        MODELOPT,
+        {"quantization_config": {"quant_method": "modelopt", "quantization": ["NVFP4"]}},
+        r"quantization_config\.quantization must be a JSON object",
+    ),
+    "groups of a word": (COMPRESSED, compressed(config_groups="all"), "config_groups must be a JSON object, got 'all'"),
+    "a group of a word": (COMPRESSED, compressed(config_groups={"a": "b"}), r"config_groups\.a must be a JSON object"),
+    "format of a list": (COMPRESSED, compressed(format=["x"], config_groups={}), r"format is \['x'\]; only nvfp4-pack"),
+    "blocks of 32": (
+        COMPRESSED,
+        compressed(config_groups={"g": {"weights": {"group_size": 32}}}),
+        "group_size of the weights is 32, but of NVFP4 it is 16",
+    ),
+    "eight bits": (
+        COMPRESSED,
+        compressed(config_groups={"g": {"weights": {"num_bits": 8}}}),
+        "num_bits of the weights is 8, but of NVFP4 it is 4",
+    ),
+    "a mixture": (
+        COMPRESSED,
+        compressed(config_groups={"g": {"format": "float-quantized"}}),
+        "a group has format 'float-quantized'; only nvfp4-pack-quantized can be read, not mixtures",
+    ),
+    "nested blocks of 128": (
+        MODELOPT,
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quantization": {"quant_algo": "NVFP4", "group_size": 128},
+            }
+        },
+        "group_size is 128, but NVFP4 has blocks of 16",
+    ),
+    "claims the other dialect": (
+        MODELOPT,
+        {"quantization_config": config(COMPRESSED)["quantization_config"]},
+        r"config\.json says compressed-tensors, but \S+weight_scale_2 is a name of the modelopt dialect; one of the",
+    ),
+    "claims modelopt": (
+        COMPRESSED,
+        {"quantization_config": config(MODELOPT)["quantization_config"]},
+        r"config\.json says modelopt, but \S+weight_packed is a name of the compressed-tensors dialect",
+    ),
+    "architectures of a word": (MODELOPT, {"architectures": "Qwen3MoeForCausalLM"}, "must name an architecture of"),
+    "architectures of numbers": (MODELOPT, {"architectures": [7]}, r"must name an architecture of .*\[7\]"),
+    "layers of a word": (MODELOPT, {"num_hidden_layers": "two"}, "cannot build Qwen3MoeForCausalLM from config.json"),
     "unknown recipe": (
         MODELOPT,
         {"quads_qat": {"recipe": "mine"}},
@@ -217,6 +294,19 @@ def test_damaged_files(loader: str, tmp_path: Path) -> None:
     refused(loader, path, "model.safetensors is damaged")
     (path / "model.safetensors").unlink()
     refused(loader, path, "holds neither model.safetensors nor model.safetensors.index.json; only safetensors")
+
+
+def test_a_legacy_export_says_nvfp4_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Early Model-Optimizer exports have no quantization_config in config.json."""
+    path = shutil.copytree(MODELOPT, tmp_path / "copy")
+    plain = {key: value for key, value in config(MODELOPT).items() if key != "quantization_config"}
+    (path / "config.json").write_text(json.dumps(plain), "utf-8")
+    loaded = qq.load_model(path)
+    assert all(torch.equal(t, loaded.state_dict()[n]) for n, t in qq.load_model(MODELOPT).state_dict().items())
+    for file in ("hf_quant_config.json", "config.json"):
+        for content, match in (("[1]", "must hold a JSON object"), ("{", "cannot be read as JSON")):
+            (path / file).write_text(content, "utf-8")
+            refused("load_model", path, f"{file}: {match}")
 
 
 def test_a_nested_modelopt_config_is_read(tmp_path: Path) -> None:

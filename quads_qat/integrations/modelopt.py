@@ -140,7 +140,10 @@ class ModelOptQuantizer(HfQuantizer):
             self.checkpoint, asked.residual, asked.activation_scale, asked.activation_recipe
         )
         static = activation is not None and activation.scale is ActivationScale.STATIC
-        self.amaxes = {n: shared_input_amax(self.checkpoint, parts, required=static) for n, parts in self.parts.items()}
+        required = static and not self.checkpoint.weights_only
+        self.amaxes = {
+            n: shared_input_amax(self.checkpoint, parts, required=required) for n, parts in self.parts.items()
+        }
         empty = {n: empty_quantized(model.get_parameter(n).shape, w) for n, w in self.conversion.weights.items()}
         self.shapes = {name: model.get_parameter(name).to("meta") for name in self.conversion.weights}
         install(model, self.conversion)
