@@ -175,6 +175,24 @@ def test_what_the_way_out_says_is_without_warnings(tmp_path: Path) -> None:
         engines.assert_ignore_list_is_right(path)
 
 
+def test_deepseek_v4_without_its_compressor_is_fused_rightly_by_vllm(tmp_path: Path) -> None:
+    """``wq_a`` and ``wkv`` are one GEMM there, with the larger of their scales (vllm#47972)."""
+    model = tiny_model("deepseek_v4")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_a_proj.weight"):
+                parameter /= 8
+    qq.convert(model, "w4a16", exclude=["*.compressor.*"])
+    twin = plain_twin(model)
+    with pytest.warns(EngineWarning) as warned:
+        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    assert [str(w.message).split()[0] for w in warned] == ["SGLang"]
+    loaded, expected = vllm.load(Checkpoint.read(tmp_path / "out")), disk_state(twin, twin.state_dict())
+    for name, weight in loaded.weights.items():
+        assert_same_bits(weight, expected[f"{name}.weight"].float(), name)
+    assert {"model.layers.1.attn.wq_a", "model.layers.1.attn.wkv"} <= loaded.weights.keys()
+
+
 # ------------------------------------------------------------------------------------------- what is not quantized
 
 NAMES = ["llama", "qwen3", "qwen3moe", "mixtral", "deepseek_v3"]
