@@ -12,14 +12,18 @@ README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README.read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("name", ["trainer", "rollout"])
+@pytest.mark.parametrize("name", ["trainer", "rollout", "sync"])
 def test_example_runs(name: str, tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", EXAMPLES[name]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    expected = {"trainer": "are equal, bit for bit", "rollout": "GapStats(tokens=10"}[name]
-    assert expected in done.stdout
+    expected = {
+        "trainer": "are equal, bit for bit",
+        "rollout": "GapStats(tokens=10",
+        "sync": "parts have new weights",
+    }
+    assert expected[name] in done.stdout
 
 
 def test_examples_are_short():
