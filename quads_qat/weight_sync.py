@@ -42,6 +42,7 @@ from quads_qat import dialects
 from quads_qat.autograd import group_amax
 from quads_qat.checkpoint_plan import Assembly, DiskWeight
 from quads_qat.config import Mode, Recipe
+from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, Weight, conversion_of
 from quads_qat.convert import quantize_master
 from quads_qat.qtensor import NVFP4Tensor
@@ -75,6 +76,7 @@ def update_weights(
     *,
     metadata: Metadata | None = None,
     strict: bool = True,
+    contract: Contract | None = None,
 ) -> SyncReport:
     """Give a rollout model new weights, in place: every parameter and buffer keeps its address. Any number of times.
 
@@ -93,6 +95,9 @@ def update_weights(
         metadata: (name, dtype, shape) of what will come (``export_metadata``). Everything is checked against it before
             any byte changes: a refusal leaves the rollout as it was.
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.
+        contract: what the weights were made under (``contract_of(trainer)``; its ``to_json`` goes through any message).
+            Tensors do not say; another recipe or other scale groups than the rollout's are refused before any byte
+            changes.
 
     Returns:
         What was done.
@@ -119,6 +124,8 @@ def update_weights(
             f"update_weights: this model is a trainer (mode '{conversion.mode}'), whose weights load_state_dict "
             "changes; pass a rollout model (mode 'w4a4_residual')"
         )
+    if contract is not None:
+        Contract.of_conversion(conversion).require_same(contract, "update_weights")
     plan = sync_plan(root, conversion)
     if metadata is not None:
         expected = _checked_metadata(Ledger(root, conversion, plan), metadata, strict)

@@ -160,6 +160,19 @@ def test_scale_groups_of_a_rule(tmp_path: Path) -> None:
     assert "rule 0 (1)" in qq.coverage(rollout).groups
 
 
+def test_weights_of_another_contract_are_not_synced(exported: Path) -> None:
+    rollout = qq.load_rollout(exported)
+    before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
+    other = trainer("modelopt-ieee")
+    with pytest.raises(ValueError, match="update_weights: another contract: recipe: aligned against modelopt-ieee"):
+        qq.update_weights(rollout, qq.export_weights(other, "modelopt"), contract=contract_of(other))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
+    message = json.loads(json.dumps(contract_of(trainer()).to_json()))
+    qq.update_weights(
+        rollout, qq.export_weights(trainer(), "modelopt"), contract=Contract.from_json(message, "the message")
+    )
+
+
 MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no object": (lambda e: "aligned", "quads_qat must be a JSON object, got 'aligned'"),
     "null": (lambda e: None, "quads_qat must be a JSON object, got None"),
