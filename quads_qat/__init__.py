@@ -21,6 +21,7 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantize import quantize_checkpoint
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
 from quads_qat.state import calibrate, load_quant_state_dict, observe_activations, quant_state_dict
+from quads_qat.tensor_parallel import check_tp
 from quads_qat.verify import VerificationError, diff, verify, verify_checkpoint
 from quads_qat.weight_stream import export_metadata, export_weights
 from quads_qat.weight_sync import SyncReport, update_weights
@@ -43,6 +44,7 @@ __all__ = [
     "VerificationError",
     "bucketed",
     "calibrate",
+    "check_tp",
     "contract_of",
     "convert",
     "convert_dialect",

@@ -14,24 +14,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quads_qat import ops
+from quads_qat import ops, sharding
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, WeightFormat
 
 # ------------------------------------------------------------------------------------------------------ pieces, no grad
 
 
 def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
-    """Amax of a scale group as the exporter sees it: [] or, for stacks of experts, [E]; in ``export_dtype``."""
+    """Amax of a scale group as the exporter sees it: [] or, for stacks of experts, [E]; in ``export_dtype``.
+
+    Of sharded weights (DTensor), whose ranks must all call this: one MAX all-reduce for each mesh dim that cuts what
+    shares a scale. A stack cut along E gives the [E] of this rank's experts.
+    """
     detached = [w.detach() for w in weights]
     dim = tuple(range(1, detached[0].ndim)) if fmt.per_expert else None
-    return ops.amax(*detached, dim=dim).to(fmt.export_dtype)  # rounding is monotone: the amax of the cast weights
+    amax = ops.amax(*map(sharding.local, detached), dim=dim)
+    amax = sharding.max_over_shards(amax, detached[0], keep_first_dim=fmt.per_expert)
+    return amax.to(fmt.export_dtype)  # rounding is monotone: the amax of the cast weights
 
 
 def fake_quantize_weight(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
-    """The weight that the engine multiplies by, decoded into ``dtype``, in the layout of ``weight``. No gradient."""
-    return _oriented(
-        ops.fake_quantize(_export_view(weight, fmt), tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt
-    )
+    """The weight that the engine multiplies by, decoded into ``dtype``, in the layout of ``weight``. No gradient.
+
+    A sharded weight (DTensor) gives one sharded alike: blocks run along K, and no shard may cut one.
+    """
+
+    def quantize(w: Tensor) -> Tensor:
+        oriented = _export_view(w, fmt)
+        return _oriented(ops.fake_quantize(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
+
+    return sharding.on_shards(weight, quantize)
 
 
 def _fake_quantize_weight_again(
@@ -40,8 +52,12 @@ def _fake_quantize_weight_again(
     """The same for a backward that got ``grad``."""
     if torch.compiler.is_compiling():
         amax = _after(amax, grad)
-    oriented = _export_view(weight, fmt)
-    return _oriented(ops.fake_quantize_again(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
+
+    def quantize(w: Tensor) -> Tensor:
+        oriented = _export_view(w, fmt)
+        return _oriented(ops.fake_quantize_again(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
+
+    return sharding.on_shards(weight, quantize)
 
 
 @torch.library.custom_op("quads_qat::after", mutates_args=())

@@ -22,6 +22,7 @@ from quads_qat.linear import ActivationObserver, FullPrecision
 from quads_qat.residual import SyncState
 from quads_qat.scale_groups import ScaleGroup, activation_key, group_key, joined_group
 from quads_qat.selection import default_exclusion, first_match, in_scope
+from quads_qat.sharding import cut_block
 
 STATE = "_quads_qat"
 """Attribute of the converted model that holds its :class:`Conversion`, outside the state dict."""
@@ -276,7 +277,13 @@ def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> No
             f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "
             f"unquantized, or exclude {name.rpartition('.')[0]!r}"
         )
-    k = weight.shape[-2 if layout is not None and layout.transposed else -1]
+    k_dim = -2 if layout is not None and layout.transposed else -1
+    k = weight.shape[k_dim]
+    if problem := cut_block(weight, k_dim):
+        raise ValueError(
+            f"convert: {name} is sharded, and {problem}; cut it along its output dim, or leave it in high precision "
+            f"with exclude=[{name.rpartition('.')[0]!r}]"
+        )
     if k % BLOCK_SIZE:
         raise ValueError(
             f"convert: {name} has an input dim K of {k}, which is not a multiple of 16 (one NVFP4 block); pass "

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quads_qat import autograd, ops
+from quads_qat import autograd, ops, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
 from quads_qat.scale_groups import ScaleGroup
 
@@ -89,6 +89,12 @@ class W4A16Linear(nn.Linear):
             self.observer.update(x)
         if self.full_precision.active and self.full_precision.on():
             return F.linear(x, self.weight, self.bias)
+        if sharding.is_sharded(self.weight) and (problem := sharding.cut_block(self.weight, -1)):
+            name = next(full for module, _, full in self.scale_group.members if module is self)
+            raise ValueError(
+                f"{name}: {problem}; list such layers with quads_qat.check_tp(model, tp), then exclude them from "
+                "quantization or from row-wise sharding"
+            )
         return autograd.linear(
             x,
             self.weight,

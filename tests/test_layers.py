@@ -23,12 +23,12 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),
     ("L1", ("checks", "library", "activations", "gemms", "ops")),
-    ("L2", ("autograd",)),
+    ("L2", ("sharding", "autograd")),
     ("L3", ("linear", "experts", "residual")),
     (
         "L4",
         (
-            *("convert", "diagnose", "demo", "integrations"),
+            *("convert", "diagnose", "demo", "integrations", "tensor_parallel"),
             *(
                 "conversion",
                 "contract",

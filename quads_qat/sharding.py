@@ -1,0 +1,83 @@
+"""Weights that are sharded over ranks (DTensor): shard by shard, with the amax of the whole.
+
+Quantization needs the whole weight for one number only, the amax that its per-tensor scale is made from. Blocks run
+along K, so a shard is quantized where it lies, as long as no cut falls inside a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quads_qat.formats import BLOCK_SIZE
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether ``weight`` is a DTensor."""
+    return hasattr(weight, "placements")
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
+    return weight.to_local() if is_sharded(weight) else weight  # pyright: ignore[reportCallIssue]
+
+
+def max_over_shards(amax: Tensor, weight: Tensor, *, keep_first_dim: bool) -> Tensor:
+    """``amax`` of this rank's shard of ``weight`` -> that of all shards, on all ranks of its mesh.
+
+    Args:
+        amax: [] or, with ``keep_first_dim``, [E].
+        weight: the DTensor that it was taken from; anything else changes nothing.
+        keep_first_dim: shards along dim 0 are other experts, with amaxes of their own.
+    """
+    if not is_sharded(weight):
+        return amax
+    for i, placement in enumerate(weight.placements):  # pyright: ignore[reportAttributeAccessIssue]
+        if placement.is_shard() and not (keep_first_dim and placement.is_shard(0)):
+            group = weight.device_mesh.get_group(i)  # pyright: ignore[reportAttributeAccessIssue]
+            amax = amax.float()  # gloo does not reduce every 16-bit type; the maximum is the same
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+    return amax
+
+
+def on_shards(weight: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function(weight)``; of a DTensor, ``function`` of each shard, sharded alike. No gradient passes."""
+    if not is_sharded(weight):
+        return function(weight)
+    from torch.distributed.tensor import DTensor
+
+    out = function(local(weight))
+    mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return DTensor.from_local(out, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def cut_block(weight: Tensor, dim: int) -> str | None:
+    """How the shards of ``weight`` cut blocks of 16 along ``dim``; None if they do not.
+
+    >>> cut_block(torch.zeros(8, 40), 1)
+    """
+    if not is_sharded(weight):
+        return None
+    size, dim = weight.shape[dim], dim % weight.ndim
+    for i, placement in enumerate(weight.placements):  # pyright: ignore[reportAttributeAccessIssue]
+        if placement.is_shard(dim):
+            ranks = weight.device_mesh.size(i)  # pyright: ignore[reportAttributeAccessIssue]
+            if problem := cut_by(size, ranks):
+                return problem
+            size = -(-size // ranks)
+    return None
+
+
+def cut_by(size: int, ranks: int) -> str | None:
+    """How ``ranks`` shards of a dim of ``size`` cut blocks of 16; None if they do not.
+
+    >>> cut_by(1856, 8)
+    'K = 1856 over 8 ranks is 232 a rank, not a multiple of 16'
+    >>> cut_by(2048, 8)
+    """
+    share = -(-size // ranks)
+    if ranks == 1 or share % BLOCK_SIZE == 0:
+        return None
+    return f"K = {size} over {ranks} ranks is {share} a rank, not a multiple of 16"

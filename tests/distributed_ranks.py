@@ -1,0 +1,271 @@
+"""One rank of ``test_distributed.py``, started by torchrun: trainers on PyTorch's own engines against a whole model.
+
+The expected weights come from one process that knows all ranks' batches: each rank's gradients in the rank's own
+order, added up rank by rank and divided, as a reduction over two ranks does bit for bit. Where an engine sums in
+another order (a GEMM that is cut along K), the test says so and bounds the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import quads_qat as qq
+from quads_qat import autograd
+
+Losses = list[list[float]]  # by step, then by micro-batch
+
+STEPS = 3
+MICRO = 2
+
+
+def batches(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randint(3, 128, (2, 12), generator=generator) for _ in range(MICRO)]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(ids).logits[:, :-1].float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def qwen(dtype: torch.dtype = torch.float32, experts: str = "grouped_mm") -> nn.Module:
+    model = tiny_model("qwen3_moe").to(dtype)
+    model.set_experts_implementation(experts)
+    return qq.convert(model, "w4a16")
+
+
+def expected_run(model: nn.Module, world: int, compute: torch.dtype | None = None) -> Losses:
+    """Train ``model`` in one process as ``world`` data-parallel ranks would; losses by step, all ranks' in order.
+
+    ``compute``: forward and backward run in a copy of this dtype, gradients are reduced in fp32.
+    """
+    optimizer, history = optimizer_of(model), []
+    for step in range(STEPS):
+        losses, grads = [], []
+        for rank in range(world):
+            worker = copy.deepcopy(model)
+            for p in worker.parameters():
+                p.data = p.data.to(compute or p.dtype)
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            for ids in batches(rank, step):
+                worker.zero_grad()
+                loss = loss_of(worker, ids)
+                loss.backward()
+                losses.append(loss.item())
+                total = [t + p.grad.to(t.dtype) for t, p in zip(total, worker.parameters(), strict=True)]
+            grads.append(total)
+        for p, *each in zip(model.parameters(), *grads, strict=True):
+            p.grad = sum(each) / world
+        optimizer.step()
+        history.append(losses)
+    return history
+
+
+def run(
+    model: nn.Module, rank: int, sync: Callable[[bool], None], optimizer: torch.optim.Optimizer
+) -> list[list[float]]:
+    """Train this rank's share; ``sync(last)`` is called before each micro-batch."""
+    history = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for i, ids in enumerate(batches(rank, step)):
+            sync(i == MICRO - 1)
+            loss = loss_of(model, ids)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        history.append(losses)
+    return history
+
+
+def exported(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.reshape(-1).view(torch.uint8) for name, t in qq.export_weights(model, "modelopt")}
+
+
+def assert_trained_alike(
+    model: nn.Module, losses: list[list[float]], rank: int, expected: nn.Module, all_losses
+) -> None:
+    mine = [step[rank * MICRO : (rank + 1) * MICRO] for step in all_losses]
+    assert losses == mine, (losses, mine)
+    got, wanted = exported(model), exported(expected)
+    assert got.keys() == wanted.keys()
+    different = [name for name, t in wanted.items() if not torch.equal(got[name], t)]
+    assert not different, different[:5]
+
+
+def fsdp2(rank: int, world: int, *, experts: str = "grouped_mm", mixed: bool = False, reshard: bool = True) -> None:
+    expected, model = qwen(experts=experts), qwen(experts=experts)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
+    losses = run(model, rank, model.set_requires_gradient_sync, optimizer_of(model))
+    wanted = expected_run(expected, world, torch.bfloat16 if mixed else None)
+    assert_trained_alike(model, losses, rank, expected, wanted)
+
+
+def ddp(rank: int, world: int) -> None:
+    expected, model = qwen(), qwen()
+    wrapped = DistributedDataParallel(model)
+
+    def sync(last: bool) -> None:
+        wrapped.require_backward_grad_sync = last
+
+    losses = run(wrapped, rank, sync, optimizer_of(model))
+    assert_trained_alike(model, losses, rank, expected, expected_run(expected, world))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(64, 96, bias=False), nn.Linear(64, 96)
+        self.down_proj = nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+PLAN = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(MLP(), MLP())
+    with torch.no_grad():  # amaxes that one rank alone sees
+        model[0].gate_proj.weight[90, 3], model[0].down_proj.weight[5, 2], model[1].up_proj.weight[0, 0] = (
+            5.0,
+            -7.0,
+            4.0,
+        )
+    return qq.convert(model, "w4a16")
+
+
+def tensor_parallel(rank: int, world: int) -> None:
+    """Forward GEMMs sum over K / tp, then over ranks: a float apart from the whole's; gradients likewise."""
+    expected, model = mlp(), mlp()
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model:
+        parallelize_module(block, mesh, PLAN)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    y, wanted = model(x), expected(x)
+    for module, whole in ((model[0].down_proj, expected[0].down_proj), (model[0].gate_proj, expected[0].gate_proj)):
+        amax = autograd.group_amax(module.scale_group.weights(), module.weight_format)
+        assert torch.equal(amax, autograd.group_amax(whole.scale_group.weights(), whole.weight_format))
+        shard = autograd.fake_quantize_weight(module.weight, amax, module.weight_format, torch.float32)
+        full = autograd.fake_quantize_weight(whole.weight, amax, whole.weight_format, torch.float32)
+        assert torch.equal(shard.full_tensor(), full)  # the weights multiplied by are the same, bit for bit
+    _close(y, wanted)
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor), name
+        _close(p.grad.full_tensor(), q.grad)
+    got, whole_export = exported(model), exported(expected)
+    assert all(torch.equal(got[name], t) for name, t in whole_export.items())
+
+
+def _close(got: Tensor, wanted: Tensor) -> None:
+    """Two layers, K <= 96: fewer than 2**9 roundings of 2**-24 stand between the two, relative to the largest value."""
+    assert (got - wanted).abs().max() <= 2.0**-15 * wanted.abs().max(), (got - wanted).abs().max()
+
+
+def cut_blocks(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = qq.convert(nn.Sequential(nn.Linear(48, 32)), "w4a16")
+    assert qq.check_tp(nn.ModuleDict({"down_proj": nn.Linear(48, 32)}), world)
+    parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"^0.weight: .*24 a rank, not a multiple of 16.*check_tp"):
+        model(torch.randn(2, 48))
+    sharded = nn.Sequential(nn.Linear(48, 32))
+    parallelize_module(sharded, init_device_mesh("cpu", (world,)), {"0": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"0\.weight is sharded.*24 a rank"):
+        qq.convert(sharded, "w4a16")
+
+
+def expert_without_tokens(rank: int, world: int) -> None:
+    """Rank 1's single token leaves two of four experts without rows; nothing hangs, gradients are those of the whole.
+
+    Fused experts, that is: FSDP2 itself cannot reduce a linear per expert that one rank alone has used.
+    """
+    expected, model = qwen(), qwen()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids = [torch.arange(3, 15)[None], torch.tensor([[7]])]
+    model(ids[rank]).logits.square().sum().backward()
+    grads = []
+    for rows in ids:
+        expected.zero_grad()
+        expected(rows).logits.square().sum().backward()
+        grads.append([p.grad for p in expected.parameters()])
+    for p, a, b in zip(model.parameters(), *grads, strict=True):
+        assert torch.equal(p.grad.full_tensor(), (a + b) / 2)
+
+
+def fsdp2_with_tensor_parallel(rank: int, world: int) -> None:
+    expected, model = mlp(), mlp()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model:
+        parallelize_module(block, mesh["tp"], PLAN)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    data = [torch.randn(5, 64, generator=torch.Generator().manual_seed(i)) for i in range(world // 2)]
+    optimizer, whole_optimizer = optimizer_of(model), optimizer_of(expected)
+    for _ in range(2):
+        y = model(data[rank // 2])
+        _close(y, expected(data[rank // 2]))
+        optimizer.zero_grad()
+        y.square().sum().backward()
+        whole_optimizer.zero_grad()
+        for x in data:
+            (expected(x).square().sum() / len(data)).backward()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            _close(p.grad.full_tensor(), q.grad)
+            q.grad.copy_(p.grad.full_tensor())  # so that both go on from the same weights
+        optimizer.step()
+        whole_optimizer.step()
+    got, wanted = exported(model), exported(expected)
+    assert all(torch.equal(got[name], t) for name, t in wanted.items())
+
+
+TWO_RANKS = {
+    "fsdp2": fsdp2,
+    "fsdp2, eager experts, kept unsharded": lambda r, w: fsdp2(r, w, experts="eager", reshard=False),
+    "fsdp2, bf16 compute": lambda r, w: fsdp2(r, w, mixed=True),
+    "ddp": ddp,
+    "tensor parallel": tensor_parallel,
+    "cut blocks": cut_blocks,
+    "an expert without tokens": expert_without_tokens,
+}
+FOUR_RANKS = {"fsdp2 x tensor parallel": fsdp2_with_tensor_parallel}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, case in (TWO_RANKS if world == 2 else FOUR_RANKS).items():
+        case(rank, world)
+        if rank == 0:
+            with Path(sys.argv[1]).open("a") as file:
+                file.write(f"{name}\n")
+        dist.barrier()
+    dist.destroy_process_group()
