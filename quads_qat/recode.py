@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import checkpoint_io, dialects, ops
+from quads_qat import checkpoint_io, dialects, engine_limits, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_plan
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
@@ -119,6 +119,8 @@ def convert_dialect(
     model = skeleton(source, checkpoint.reader.names())
     conversion, plan = checkpoint.plan(model)
     target = disk_plan(model, conversion, dialect)
+    names, weights_only = [disk.name for disk in target.weights], checkpoint.weights_only
+    engine_limits.warn(checkpoint.reader.config, dialect, names, weights_only=weights_only, stacklevel=2)
     recoded = _Recoded(checkpoint, plan)
     if recoded.unplaced:
         raise ValueError(f"{source}: {recoded.unplaced[0]} belongs to no module of {type(model).__name__}")

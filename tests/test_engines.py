@@ -162,6 +162,13 @@ def test_quantizing_a_checkpoint_warns_too(tmp_path: Path) -> None:
     assert w[0].filename == __file__
 
 
+def test_converting_the_dialect_warns_too(tmp_path: Path) -> None:
+    qq.quantize_checkpoint(CHECKPOINTS / "bf16" / "qwen3", tmp_path / "out")
+    with pytest.warns(EngineWarning, match="TensorRT-LLM does not load") as warned:
+        qq.convert_dialect(tmp_path / "out", tmp_path / "packed", dialect="compressed-tensors")
+    assert [w.filename for w in warned] == [__file__]
+
+
 def test_what_the_way_out_says_is_without_warnings(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", EngineWarning)
