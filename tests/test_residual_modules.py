@@ -191,17 +191,24 @@ def test_experts_keep_their_codes_too():
 
 
 @pytest.mark.parametrize("through_file", [False, True])
-def test_a_state_dict_round_trips_also_through_safetensors(through_file: bool, tmp_path: Path):
-    model = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a4_residual")
-    expected = model(**tiny_inputs(model)).logits
+@pytest.mark.parametrize("arch", ["list", "qwen2_moe", "gpt_oss"])
+def test_a_state_dict_round_trips_also_through_safetensors(arch: str, through_file: bool, tmp_path: Path):
+    def make(seed: int) -> nn.Module:
+        return qq.convert(fill(ListModel(), seed) if arch == "list" else tiny_model(arch, seed=seed), "w4a4_residual")
+
+    def run(model: nn.Module) -> Tensor:
+        return model(torch.ones(2, 3, 32)) if arch == "list" else model(**tiny_inputs(model)).logits
+
+    model, other = make(1), make(2)
+    expected = run(model)
+    assert not torch.equal(run(other), expected)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if through_file:
-        save_file(state, tmp_path / "model.safetensors")
+        save_file(model.state_dict(), tmp_path / "model.safetensors")  # refuses tensors that share memory
         state = load_file(tmp_path / "model.safetensors")
-    other = qq.convert(tiny_model("qwen3_moe", seed=2), "w4a4_residual")
     places = {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
     other.load_state_dict(state, strict=True)
-    assert_same_bits(other(**tiny_inputs(model)).logits, expected)
+    assert_same_bits(run(other), expected)
     assert {name: tensor.data_ptr() for name, tensor in other.state_dict().items()} == places
 
 
@@ -222,6 +229,67 @@ def test_a_deep_copy_is_independent():
     module.weight_block_scale.view(torch.uint8).zero_()
     assert_same_bits(twin(x), expected)
     assert twin.weight_block_scale.dtype == torch.float8_e4m3fn
+
+
+def scaled(q: qq.NVFP4Tensor, scale: Tensor) -> qq.NVFP4Tensor:
+    return qq.NVFP4Tensor(q.qdata, q.block_scale, scale, q.recipe, scale.clone())
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 48, 1)], ids=str)
+def test_new_weights_are_loaded_in_place_whatever_the_shape_of_their_scale(shape: tuple[int, ...]):
+    module = qq.convert(nn.ModuleList([tiny_model("qwen3_moe").model.layers[0].mlp.experts]), "w4a4_residual")[0]
+    weight = torch.randn(4, 48, 16).transpose(1, 2).contiguous().transpose(1, 2)
+    module.set_packed("up", ops.quantize(torch.zeros(4, 48, 16), tensor_amax=torch.zeros(shape)))
+    module.refreshed = []
+    module.refresh = module.refreshed.append
+    places = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    q = ops.quantize(weight, tensor_amax=torch.tensor(3.0))
+    for form in ((), (4,), (4, 48, 1)):
+        module.load_packed("up", scaled(q, q.per_tensor_scale.expand(form)))
+        assert_same(module.packed("up"), scaled(q, q.per_tensor_scale.expand(shape)))
+    assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == places
+    assert module.refreshed == ["up"] * 3
+    module.load_state_dict(module.state_dict())
+    assert set(module.refreshed[3:]) == {"up", "gate_up_proj", "down_proj"}
+    per_expert, per_row = torch.tensor([1.0, 1, 2, 1]), torch.ones(4, 48, 1)
+    per_row[3, 40] = 4.0
+    for form, fits in ((per_expert, shape != ()), (per_row, len(shape) == 3)):
+        if fits:
+            module.load_packed("up", scaled(q, form))
+            rows = form if form.ndim == 3 else form.view(4, 1, 1)
+            assert torch.equal(module.packed("up").per_tensor_scale, rows.expand(4, 48, 1) if len(shape) == 3 else form)
+        else:
+            before = copy.deepcopy(module.packed("up"))
+            with pytest.raises(
+                ValueError, match=r"up has one per-tensor scale .* for parts that came with different ones"
+            ):
+                module.load_packed("up", scaled(q, form))
+            assert_same(module.packed("up"), before)
+
+
+def test_load_packed_refuses_another_shape_and_another_recipe():
+    module = packed_linear()
+    before = copy.deepcopy(module.packed())
+    other = ops.quantize(torch.ones(24, 64), recipe="modelopt")
+    for q, message in (
+        (
+            ops.quantize(torch.ones(24, 32)),
+            r"weight must be \(24, 64\) of recipe 'aligned', got \(24, 32\) of 'aligned'",
+        ),
+        (other, r"weight must be \(24, 64\) of recipe 'aligned', got \(24, 64\) of 'modelopt'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.load_packed("weight", q)
+        assert_same(module.packed(), before)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen2_moe", "gpt_oss", "nemotron_h"])
+def test_a_rollout_holds_at_most_0_58_bytes_per_quantized_weight(arch: str):
+    model = tiny_model(arch)
+    before = sum(p.nbytes for p in model.parameters())
+    qq.convert(model, "w4a4_residual")
+    elements = sum(count for count, _ in qq.coverage(model).quantized.values())
+    assert sum(t.nbytes for t in model.state_dict().values()) - (before - 2 * elements) <= 0.58 * elements
 
 
 def test_packed_weights_take_at_most_0_57_bytes_per_element():
