@@ -46,7 +46,8 @@ def export_checkpoint(
 ) -> None:
     """Write a converted model as an NVFP4 checkpoint that engines load.
 
-    With ``torch.distributed``, call it on all ranks; rank 0 writes.
+    With ``torch.distributed``, call it on all ranks; rank 0 writes. An
+    :class:`~quads_qat.engine_limits.EngineWarning` names each engine that is known not to load what is written.
 
     Args:
         model: converted to w4a16 or w4a4.

@@ -9,8 +9,9 @@ from engines import table
 
 def main() -> None:
     if "--measure" in sys.argv[1:]:
-        from test_engines import row
         from tiny_models import ARCHITECTURES
+
+        from engines.measure import row
 
         rows = []
         for arch in ARCHITECTURES:
