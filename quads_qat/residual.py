@@ -110,10 +110,12 @@ class PackedModule(nn.Module):
         """Set :meth:`calibrated`; in place where the shape allows it."""
         buffer = what if name == "weight" else f"{name}_{what}"
         old = self._buffers[buffer]
-        if old is not None and value is not None and old.shape == value.shape:
+        with torch.inference_mode(False):  # a tensor made in it could never be changed outside of it
+            value = None if value is None else value.detach().clone()
+        if old is not None and value is not None and old.shape == value.shape and not old.is_inference():
             old.copy_(value)
         else:
-            self._buffers[buffer] = None if value is None else value.detach().clone().to(self.packed(name).device)
+            self._buffers[buffer] = None if value is None else value.to(self.packed(name).device)
 
     def uses_input_amax(self, name: str) -> bool:
         """Whether the input of weight ``name`` has a static scale, in use or kept from a checkpoint."""

@@ -100,10 +100,12 @@ class SyncPlan:
     packed: dict[str, dict[Dialect, PackedTarget]] = field(default_factory=dict)
     parts: dict[Dialect, dict[str, list[DiskWeight]]] = field(default_factory=dict)
     disk_names: dict[str, list[str]] = field(default_factory=dict)
+    members: dict[str, list[str]] = field(init=False)  #: unit -> its required parameters
 
-    def members(self, unit: str) -> list[str]:
-        """Required parameters of a unit."""
-        return [name for name in self.required if self.units[name] == unit]
+    def __post_init__(self) -> None:
+        self.members = {}
+        for name in self.required:
+            self.members.setdefault(self.units[name], []).append(name)
 
 
 def sync_plan(root: nn.Module, conversion: Conversion) -> SyncPlan:

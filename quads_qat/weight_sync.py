@@ -197,6 +197,7 @@ class _Sync:
     def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan) -> None:
         self.root, self.conversion, self.plan = root, conversion, plan
         self.ledger, self.report = Ledger(root, conversion, plan), SyncReport()
+        self.inference = any(t.is_inference() for t in self.ledger.live.values())  # changed in inference mode only
         self.parts: dict[str, dict[str, Tensor]] = {}  # tensors of one weight on disk that wait for each other
         self.assemblies: dict[str, Assembly] = {}  # packed parameters
         self.staged: dict[str, Tensor] = {}  # parameters in high precision; quantized ones wait for their scale group
@@ -208,9 +209,12 @@ class _Sync:
         for weight in conversion.weights.values():
             self.groups.setdefault(weight.group, []).append(weight)
 
-    @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
         """One tensor, copied or consumed."""
+        with torch.inference_mode() if self.inference else torch.no_grad():
+            self._take(name, tensor)
+
+    def _take(self, name: str, tensor: Tensor) -> None:
         tensor = whole(tensor.detach())
         place = self.ledger.enter(name, tensor.dtype, tuple(tensor.shape))
         if isinstance(place, PackedTarget):
@@ -322,8 +326,11 @@ class _Sync:
     def _finish(self, parameter: str, value: NVFP4Tensor | Tensor) -> None:
         """A parameter is complete; with the last of its layer, the layer is changed."""
         self.ready[parameter] = value
-        layer = self.plan.members(self.plan.units[parameter]) or [parameter]
-        if not self.ready.keys() >= set(layer):
+        unit = self.plan.units[parameter]
+        layer = self.plan.members.get(unit, [])
+        if parameter not in layer:
+            layer = [parameter]  # one that checkpoints do not hold: for itself
+        elif any(name not in self.ready for name in layer):
             return
         for name in layer:
             new = self.ready.pop(name)

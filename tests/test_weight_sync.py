@@ -182,6 +182,25 @@ def test_a_rollout_from_a_checkpoint_is_synced_too(dialect: str, tmp_path: Path)
     assert addresses(model) == before
 
 
+@forms
+def test_it_works_in_and_outside_of_inference_mode(form: str):
+    with torch.inference_mode():
+        inside = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual", residual=qq.ResidualConfig(scope="static"))
+        qq.calibrate(inside, [tiny_inputs(inside)])
+    outside = rollout()
+    stream = [(n, t.detach()) for n, t in FORMS[form](trainer())]
+    stream = [(n, t.mT.contiguous().mT if t.ndim > 1 else t) for n, t in stream]  # any strides
+    qq.update_weights(inside, stream)
+    with torch.inference_mode():
+        qq.update_weights(outside, stream)
+    qq.update_weights(outside, trainer(seed=2).state_dict())
+    qq.update_weights(outside, stream)
+    assert_same_state(state(outside), fresh(seed=1))
+    assert_same_state({n: t for n, t in state(inside).items() if "residual_mask" not in n}, fresh(seed=1))
+    qq.load_quant_state_dict(inside, qq.quant_state_dict(inside))
+    qq.calibrate(inside, [tiny_inputs(inside)])
+
+
 def test_scales_of_a_kv_cache_are_the_engines_business():
     extra = ("model.layers.0.self_attn.k_proj.k_scale", torch.ones(()))
     model = rollout()
