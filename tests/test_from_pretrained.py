@@ -129,6 +129,7 @@ def test_what_rollouts_do(tmp_path: Path) -> None:
     assert_same_state(model, expected)
     weights_only = MODELOPT / "qwen3moe-w4a16_nvfp4"
     assert settings(load(weights_only)) == (None, None)
+    assert settings(load(MOE, quantization_config=ModelOptConfig(weights_only=True))) == (None, None)
     trainer = qq.convert(load(weights_only, quantization_config=ModelOptConfig(dequantize=True)), "w4a16")
     qq.export_checkpoint(trainer, tmp_path / "out", dialect="modelopt", residual=ResidualConfig(fraction=0.25))
     assert settings(load(tmp_path / "out"))[1].fraction == 0.25  # what config.json records
@@ -201,8 +202,10 @@ def test_wrong_claims_and_options(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="quant_algo is 'FP8'"):
         AutoModel.from_pretrained(other)
-    with pytest.raises(ValueError, match="dequantize=True gives a plain model, which quantizes no activations; drop"):
-        ModelOptConfig(dequantize=True, residual=ResidualConfig())
+    wrong: list[dict[str, Any]] = [{"dequantize": True}, {"weights_only": True}]
+    for option in wrong:
+        with pytest.raises(ValueError, match="or weights_only=True nothing quantizes activations; drop residual"):
+            ModelOptConfig(**option, residual=ResidualConfig())
     with pytest.raises(ValueError, match="ActivationScale: unknown value 'per_channel'"):
         ModelOptConfig(activation_scale="per_channel")
     with pytest.raises(ValueError, match="does require the model to be pre-quantized"):

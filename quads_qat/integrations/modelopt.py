@@ -49,6 +49,7 @@ class ModelOptConfig(Mxfp4Config):
         residual: as for :func:`~quads_qat.load.load_rollout`, an object or a dict.
         activation_scale: likewise.
         activation_recipe: likewise.
+        weights_only: likewise.
         checkpoint: the entry of config.json.
 
     Example::
@@ -67,24 +68,26 @@ class ModelOptConfig(Mxfp4Config):
         residual: ResidualConfig | dict[str, Any] | None = None,
         activation_scale: ActivationScale | str | None = None,
         activation_recipe: Recipe | str | None = None,
+        weights_only: bool = False,
         **checkpoint: Any,
     ) -> None:
         options = (residual, activation_scale, activation_recipe)
-        if dequantize and any(option is not None for option in options):
+        if (dequantize or weights_only) and any(option is not None for option in options):
             raise ValueError(
-                "ModelOptConfig: dequantize=True gives a plain model, which quantizes no activations; drop residual, "
-                "activation_scale and activation_recipe"
+                "ModelOptConfig: with dequantize=True or weights_only=True nothing quantizes activations; drop "
+                "residual, activation_scale and activation_recipe"
             )
         super().__init__(dequantize=dequantize)
         self.quant_method: Any = "modelopt"
         self.residual = ResidualConfig(**residual) if isinstance(residual, dict) else residual
         self.activation_scale = None if activation_scale is None else ActivationScale(activation_scale)
         self.activation_recipe = None if activation_recipe is None else Recipe(activation_recipe)
+        self.weights_only = weights_only
         self.checkpoint = {key: value for key, value in checkpoint.items() if key != "quant_method"}
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What of this object counts when the checkpoint brings its own."""
-        names = ("dequantize", "residual", "activation_scale", "activation_recipe")
+        names = ("dequantize", "residual", "activation_scale", "activation_recipe", "weights_only")
         return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,6 +142,8 @@ class ModelOptQuantizer(HfQuantizer):
         activation, residual = rollout_policy(
             self.checkpoint, asked.residual, asked.activation_scale, asked.activation_recipe
         )
+        if asked.weights_only:
+            activation = residual = None
         static = activation is not None and activation.scale is ActivationScale.STATIC
         required = static and not self.checkpoint.weights_only
         self.amaxes = {
