@@ -81,7 +81,9 @@ def _tokens(path: Path, text: str, trust_remote_code: bool) -> list[Tensor]:
     except Exception as error:  # whatever one of transformers' tokenizers raises
         raise ValueError(f"{path}: its tokenizer cannot be used to calibrate ({_line(error)})") from error
     if not len(ids):
-        raise ValueError("quantize: the calibration text has no tokens")
+        raise ValueError(
+            f"{path}: its tokenizer, if it has one, finds no tokens in the calibration text; pass token ids"
+        )
     whole = len(ids) // LENGTH * LENGTH
     batches = [*ids[:whole].view(-1, LENGTH).split(ROWS), ids[None, whole:]]
     return [batch for batch in batches if batch.numel()]

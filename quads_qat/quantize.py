@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quads_qat import checkpoint_io, dialects, engine_limits, ops
 from quads_qat.calibrate import calibration_data, observed_amaxes, recorded_scales
-from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias
+from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
 from quads_qat.config import Dialect, Recipe, Scope
 from quads_qat.export import (
     configs,
@@ -185,7 +185,7 @@ class _Work:
         biases: dict[str, list[SplitBias]] = {}
         for bias in self.plan.biases:
             biases.setdefault(bias.source, []).append(bias)
-        extra, rest = cache_scales(self.plan, self.dialect, self.scales), self.rest
+        extra, rest = cache_scales(self.plan, self.dialect, self.scales), sorted(self.rest, key=natural_order)
         for layer in by_layer([*groups, *biases, *rest, *extra]).values():
             yield from (self._of_group(group) for name in layer for group in groups.get(name, ()))
             yield from (self._of_bias(bias) for name in layer for bias in biases.get(name, ()))

@@ -1,0 +1,384 @@
+"""Contract under test: ``quantize_checkpoint`` on checkpoints as they are published: hundreds of shards, stacks of
+experts too large to hold, activation scales from text or from another checkpoint, code and templates.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import CHECKPOINTS, config, rewritten, tensors
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import tiny_model
+from torch import Tensor
+
+import quads_qat as qq
+from quads_qat import Dialect, checkpoint_io
+from quads_qat import quantize as quantize_module
+from quads_qat.demo import DATA
+
+SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
+dialects = pytest.mark.parametrize("dialect", list(Dialect), ids=str)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def write_sharded(target: Path, stored: dict[str, Tensor], files: Iterable[list[str]]) -> None:
+    """Shards with the given names, and their index."""
+    weight_map = {}
+    for i, names in enumerate(files):
+        file = f"model-{i + 1:05d}.safetensors"
+        save_file({name: stored[name].contiguous() for name in names}, target / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    assert weight_map.keys() == stored.keys()
+    index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items(), key=lambda item: item[0][::-1]))}
+    (target / checkpoint_io.INDEX).write_text(json.dumps(index), "utf-8")
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of more than 200 tensors in one file."""
+    source = tmp_path_factory.mktemp("one") / "source"
+    tiny_model("qwen3_moe", seed=1).save_pretrained(source)
+    stored = tensors(source)
+    layers = [n for n in stored if n.startswith("model.layers.1.")]
+    more = {n.replace(".1.", f".{i}.", 1): stored[n].clone() for n in layers for i in range(2, 10)}
+    save_file(stored | more, source / "model.safetensors", {"format": "pt"})
+    changed = config(source) | {"num_hidden_layers": 10, "max_window_layers": 10}
+    changed["layer_types"] = ["full_attention"] * 10 if changed.get("layer_types") else None
+    (source / "config.json").write_text(json.dumps(changed), "utf-8")
+    return source
+
+
+@pytest.fixture(scope="module")
+def many_files(one_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, each tensor in a file of its own: no scale group is in one."""
+    target = tmp_path_factory.mktemp("many") / "source"
+    shutil.copytree(one_file, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    stored = tensors(one_file)
+    assert len(stored) > 200
+    write_sharded(target, stored, [[name] for name in sorted(stored, key=lambda n: hashlib.md5(n.encode()).digest())])
+    return target
+
+
+@dialects
+def test_hundreds_of_shards_give_the_files_that_one_gives(
+    dialect: Dialect, one_file: Path, many_files: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"dialect": dialect, "shard_bytes": 20_000}
+    for source, out, workers in ((one_file, "a", 1), (many_files, "b", 2), (many_files, "c", 5)):
+        qq.quantize_checkpoint(source, tmp_path / out, workers=workers, **options)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
+    assert qq.verify_checkpoint(many_files, tmp_path / "a").ok
+
+    index = json.loads((tmp_path / "a" / checkpoint_io.INDEX).read_text("utf-8"))
+    files = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) > 10
+    placed, total = {}, 0
+    for file in files:
+        with safe_open(tmp_path / "a" / file, "pt") as shard:
+            assert shard.metadata() == {"format": "pt"}
+            placed |= dict.fromkeys(shard.keys(), file)
+            size = sum(shard.get_tensor(name).nbytes for name in shard.keys())  # noqa: SIM118
+        assert size <= 20_000
+        total += size
+    assert index == {"metadata": {"total_size": total}, "weight_map": placed}
+    for name, file in placed.items():  # a linear's tensors, and what shares its scale, are in one file
+        if name.endswith("q_proj.weight_scale"):
+            assert placed[name.replace("q_proj", "v_proj")] == placed[name.removesuffix("_scale") + "_scale"] == file
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "mixtral", "qwen3_moe", "nemotron_h"])
+@dialects
+def test_large_groups_are_read_twice_with_the_same_bytes(
+    dialect: Dialect, name: str, workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny_model(name).save_pretrained(tmp_path / "source")
+    qq.quantize_checkpoint(tmp_path / "source", tmp_path / "held", dialect=dialect)
+    monkeypatch.setattr(quantize_module, "HELD_BYTES", 0)
+    qq.quantize_checkpoint(tmp_path / "source", tmp_path / "twice", dialect=dialect, workers=workers)
+    assert contents(tmp_path / "held") == contents(tmp_path / "twice")
+    assert qq.verify_checkpoint(tmp_path / "source", tmp_path / "twice").ok
+
+
+def peak_growth(call: Callable[[], None]) -> int:
+    """Bytes by which the resident memory of a forked process grows while ``call`` runs."""
+    gc.collect()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            call()
+            os.write(write, str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        grown = pipe.read()
+    os.waitpid(pid, 0)
+    return 1024 * int(grown)
+
+
+def test_memory_is_that_of_a_scale_group(tmp_path: Path) -> None:
+    """128 MB of weights in one stack of experts, 18 MB of codes; the process grows by a few experts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 8192}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=8)).bfloat16()
+    model.config.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(config(tmp_path) | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}), "utf-8"
+    )
+    stored = {n: torch.zeros(t.shape, dtype=t.dtype).add_(0.5) for n, t in model.state_dict().items()}
+    total = sum(t.nbytes for t in stored.values())
+    write_sharded(tmp_path, stored, [list(stored)])
+    del stored, model
+    assert total > 140e6
+    (tmp_path / "out").mkdir()
+    grown = peak_growth(lambda: qq.quantize_checkpoint(tmp_path, tmp_path / "out", workers=2, shard_bytes=10**9))
+    assert qq.verify_checkpoint(tmp_path, tmp_path / "out").ok
+    assert grown < 60e6, f"grew by {grown / 1e6:.0f} MB for {total / 1e6:.0f} MB of weights"
+
+
+def test_the_disk_is_checked_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    qq.quantize_checkpoint(SOURCE, tmp_path / "out")
+    usage, room = shutil.disk_usage(tmp_path), sum(len(data) for data in contents(tmp_path / "out").values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    qq.quantize_checkpoint(SOURCE, tmp_path / "enough")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(room * 0.85)))
+    with pytest.raises(ValueError, match=r"little: needs about"):
+        qq.quantize_checkpoint(SOURCE, tmp_path / "little")
+    assert not (tmp_path / "little").exists()
+
+
+# Activation scales.
+
+IDS = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(123))
+CALIBRATED = ["modelopt/llama-nvfp4", "modelopt/qwen3-nvfp4", "modelopt/qwen3moe-nvfp4"]
+CALIBRATED += ["compressed_tensors/llama-nvfp4", "compressed_tensors/qwen3-nvfp4"]
+
+
+@pytest.mark.parametrize("fixture", CALIBRATED)
+def test_calibration_gives_the_peers_scales(fixture: str, tmp_path: Path) -> None:
+    """The whole W4A4 file is the peer's, byte for byte, when it sees the tokens that the peer saw."""
+    source = CHECKPOINTS / "bf16" / fixture.split("/")[1].split("-")[0]
+    peer, dialect = tensors(CHECKPOINTS / fixture), fixture.split("/")[0].replace("_", "-")
+    recipe = {"modelopt": "modelopt-ieee", "compressed-tensors": "llm-compressor"}[dialect]
+    options: dict[str, Any] = {"dialect": dialect, "recipe": recipe}
+    qq.quantize_checkpoint(source, tmp_path / "out", calibrate=[IDS], **options)
+    ours = tensors(tmp_path / "out")
+    assert ours.keys() == peer.keys()
+    for name, tensor in peer.items():
+        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert config(tmp_path / "out")["quads_qat"]["activations"] == "observed"
+
+    qq.quantize_checkpoint(source, tmp_path / "taken", activations=CHECKPOINTS / fixture, **options)
+    assert (tmp_path / "taken" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
+    assert config(tmp_path / "taken")["quads_qat"]["activations"] == "given"
+
+
+def test_scales_of_the_other_dialect_and_of_experts_that_differ(tmp_path: Path) -> None:
+    """llm-compressor calibrates every expert for itself; engines want one scale, the largest."""
+    peer = CHECKPOINTS / "compressed_tensors" / "qwen3moe-nvfp4"
+    qq.quantize_checkpoint(SOURCE, tmp_path / "out", activations=peer)
+    ours, theirs = tensors(tmp_path / "out"), tensors(peer)
+    for layer in (0, 1):
+        for projection in ("gate_proj", "down_proj"):
+            names = [f"model.layers.{layer}.mlp.experts.{e}.{projection}" for e in range(4)]
+            inverse = torch.stack([theirs[f"{name}.input_global_scale"] for name in names])
+            assert len(inverse.unique()) > 1 or projection == "gate_proj"
+            for name in names:
+                assert torch.equal(ours[f"{name}.input_scale"], 1 / inverse.min())
+
+
+def test_calibration_on_text_with_the_checkpoints_tokenizer(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("37+45=82\n" * 200, "utf-8")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    source = shutil.copytree(DATA, tmp_path / "source")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(source)
+    qq.quantize_checkpoint(source, tmp_path / "out", calibrate=text)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    stored = tensors(tmp_path / "out")
+    scales = [t for n, t in stored.items() if n.endswith("input_scale")]
+    assert len(scales) == 112
+    assert all(bool(t > 0) for t in scales)
+    assert len({t.item() for t in scales}) > 3
+    assert qq.verify_checkpoint(source, tmp_path / "out").ok
+    from quads_qat.calibrate import LENGTH, ROWS, _tokens
+
+    batches = _tokens(source, text.read_text("utf-8") * 3, False)
+    assert [tuple(b.shape) for b in batches[:2]] == [(ROWS, LENGTH), (ROWS, LENGTH)]
+    tokens = tokenizer.encode(text.read_text("utf-8") * 3).ids
+    assert len(tokens) == 3 * 9 * 200
+    assert torch.cat([b.flatten() for b in batches]).tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"calibrate": Path("nothing.txt")}, r"nothing\.txt: cannot be read as text to calibrate on"),
+        ({"calibrate": DATA / "model.safetensors"}, "cannot be read as text to calibrate on"),
+        ({"calibrate": SOURCE / "config.json"}, "its tokenizer, if it has one, finds no tokens"),
+        ({"calibrate": [IDS], "activations": CHECKPOINTS}, "from calibrate or from activations, not from both"),
+        (
+            {"activations": CHECKPOINTS / "modelopt" / "qwen3moe-w4a16_nvfp4"},
+            "input_scale is missing; activation scales",
+        ),
+        ({"activations": SOURCE}, "this is no NVFP4 checkpoint"),
+        ({"activations": "observed"}, "pass calibrate=, or activations= as a mapping or the Path of"),
+        ({"workers": 0}, "workers and shard_bytes must be > 0, got 0"),
+        ({"shard_bytes": 0}, "workers and shard_bytes must be > 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        qq.quantize_checkpoint(SOURCE, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+# What lies beside the weights.
+
+
+def test_companions(tmp_path: Path) -> None:
+    source = shutil.copytree(SOURCE, tmp_path / "source")
+    carried = {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "x",
+        "additional_chat_templates/tools.jinja": "y",
+        "modeling_own.py": "import os",
+        "own/part.py": "1",
+        "own/deep/part.py": "2",
+        "tokenizer.model": "3",
+    }
+    left = {
+        ".hidden": "",
+        "pytorch_model.bin": "",
+        "own/notes.txt": "",
+        "optimizer.pt": "",
+        "pytorch_model.bin.index.json": "{}",
+    }
+    left |= {".git/hooks/run.py": "", "consolidated.safetensors": ""}
+    for file, text in (carried | left).items():
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_text(text, "utf-8")
+    (tmp_path / "blob").write_text("linked", "utf-8")
+    (source / "vocab.txt").symlink_to(tmp_path / "blob")  # as in the cache of the Hub
+    qq.quantize_checkpoint(source, tmp_path / "out")
+    written = contents(tmp_path / "out")
+    assert {name: written[name].decode() for name in carried} == carried
+    assert written["vocab.txt"] == b"linked"
+    assert not (tmp_path / "out" / "vocab.txt").is_symlink()
+    assert not left.keys() & written.keys()
+    (tmp_path / "blob").unlink()
+    with pytest.raises(ValueError, match=r"vocab\.txt is a link that leads nowhere"):
+        qq.quantize_checkpoint(source, tmp_path / "again")
+
+
+def test_code_of_the_checkpoint_runs_only_when_it_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source = shutil.copytree(SOURCE, tmp_path / "source")
+    (source / "modeling_own.py").write_text(
+        "from pathlib import Path\nfrom transformers import Qwen3MoeForCausalLM\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\nclass OwnForCausalLM(Qwen3MoeForCausalLM): pass\n",
+        "utf-8",
+    )
+    own = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (source / "config.json").write_text(json.dumps(config(SOURCE) | own), "utf-8")
+    match = (
+        r"OwnForCausalLM is not in transformers .*\(modeling_own.OwnForCausalLM\). Read it, then .*--trust-remote-code"
+    )
+    with pytest.raises(ValueError, match=match):
+        qq.quantize_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    qq.quantize_checkpoint(source, tmp_path / "out", trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
+    qq.quantize_checkpoint(SOURCE, tmp_path / "plain")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "plain" / "model.safetensors"
+    ).read_bytes()
+    assert (tmp_path / "out" / "modeling_own.py").exists()
+
+    elsewhere = own | {"auto_map": {"AutoModelForCausalLM": "someone/model--modeling_own.OwnForCausalLM"}}
+    (source / "config.json").write_text(json.dumps(config(SOURCE) | elsewhere), "utf-8")
+    with pytest.raises(ValueError, match="takes its model code from another repository"):
+        qq.quantize_checkpoint(source, tmp_path / "more", trust_remote_code=True)
+
+
+# Sources that are no BF16 checkpoint.
+
+NAME = "model.layers.1.mlp.experts.2.up_proj"
+SIGNS: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "GPTQ": ({f"{NAME}.weight": None, f"{NAME}.qweight": torch.zeros(4, 4, dtype=torch.int32)}, "by GPTQ or AWQ"),
+    "FP8 in blocks": ({f"{NAME}.weight_scale_inv": torch.ones(1, 1)}, "by FP8 in blocks"),
+    "FP8": (
+        {f"{NAME}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)},
+        f"{NAME}.weight is torch.float8_e4m3fn; only",
+    ),
+    "MXFP4": ({"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(4, dtype=torch.uint8)}, "by MXFP4"),
+    "NVFP4": ({f"{NAME}.weight_packed": torch.zeros(4, dtype=torch.uint8)}, "by compressed-tensors"),
+    "bitsandbytes": ({f"{NAME}.weight.absmax": torch.zeros(4)}, "by bitsandbytes"),
+    "int8": ({f"{NAME}.weight": torch.zeros(32, 64, dtype=torch.int8)}, f"{NAME}.weight is torch.int8; only"),
+}
+
+
+@pytest.mark.parametrize("how", SIGNS)
+def test_what_is_quantized_already_is_refused(how: str, tmp_path: Path) -> None:
+    change, match = SIGNS[how]
+    source = rewritten(SOURCE, tmp_path / "source", change)
+    with pytest.raises(ValueError, match=match):
+        qq.quantize_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
+def test_files_of_other_quantizers(file: str, tmp_path: Path) -> None:
+    source = shutil.copytree(SOURCE, tmp_path / "source")
+    (source / file).write_text("{}", "utf-8")
+    with pytest.raises(ValueError, match=f"is quantized already; .*{file}"):
+        qq.quantize_checkpoint(source, tmp_path / "out")
+
+
+def test_mixed_dtypes_are_cast_as_loading_casts_them(tmp_path: Path) -> None:
+    """q in fp32 and k in fp16 of a bf16 model: one scale group, of the values that the loaded model has."""
+    from transformers import AutoModelForCausalLM
+
+    stored, prefix = tensors(SOURCE), "model.layers.0.self_attn"
+    torch.manual_seed(0)
+    change = {
+        f"{prefix}.q_proj.weight": torch.randn(stored[f"{prefix}.q_proj.weight"].shape),
+        f"{prefix}.k_proj.weight": torch.randn(stored[f"{prefix}.k_proj.weight"].shape).half(),
+    }
+    source = rewritten(SOURCE, tmp_path / "source", change)
+    qq.quantize_checkpoint(source, tmp_path / "files")
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(source), "w4a16")
+    qq.export_checkpoint(model, tmp_path / "model", dialect="modelopt", source=source)
+    ours, expected = tensors(tmp_path / "files"), tensors(tmp_path / "model")
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert qq.verify(model, tmp_path / "files").ok
