@@ -2,10 +2,13 @@
 
 The specification is ``reference_matmul``. bf16 inputs and ``Recipe.ALIGNED`` weights are multiplied as they are packed;
 what the kernels do not know (fp32 and fp16 inputs of W4A16, other recipes there, whose decoded weights are rounded to
-x's dtype, gradients) is decoded first and multiplied by cuBLAS: the same operands, more traffic.
+x's dtype, gradients) is decoded first and multiplied by cuBLAS: the same operands, more traffic. Where tensor cores
+multiply NVFP4 (sm_100, sm_120), W4A4 operands stay packed.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +59,53 @@ def _matmul_meta(
 
 
 _matmul_op = library._define("matmul", _matmul, _matmul_meta)
+
+
+def _native_matmul(
+    x: Tensor,
+    x_block_scale: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    from quads_qat.kernels.native_matmul import native_matmul
+
+    return native_matmul(x, x_block_scale, row_scale, qdata, block_scale, per_tensor_scale, bias, dtype=dtype)
+
+
+def _native_matmul_meta(
+    x: Tensor,
+    x_block_scale: Tensor,
+    row_scale: Tensor,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((x.shape[1], qdata.shape[0]), dtype=dtype)
+
+
+_native_matmul_op = library._define("native_matmul", _native_matmul, _native_matmul_meta)
+
+
+@lru_cache
+def _multiplies_fp4(device: torch.device) -> bool:
+    """Whether tensor cores take NVFP4 operands as they are: sm_100, sm_120."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def _native(terms: list[NVFP4Tensor], weight: NVFP4Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of the terms, [M, K] each, times the weight, all of them packed -> [M, N]."""
+    m = terms[0].qdata.shape[0]
+    x = torch.stack([q.qdata for q in terms])
+    scales = torch.stack([q.block_scale.view(torch.uint8) for q in terms]).view(torch.float8_e4m3fn)
+    rows = torch.stack([q.per_tensor_scale.reshape(-1).expand(m) for q in terms])
+    bias = None if bias is None else bias.detach()
+    return _native_matmul_op(x, scales, rows, weight.qdata, weight.block_scale, weight.per_tensor_scale, bias, dtype)
 
 
 def _multiply(
@@ -127,6 +177,9 @@ def linear_w4a4(
 ) -> Tensor:
     """``reference_matmul.linear_w4a4`` and, with ``offs``, ``grouped_linear_w4a4`` where each row has its own scale."""
     rows = x.detach().reshape(-1, x.shape[-1])
+    if offs is None and _multiplies_fp4(x.device):
+        y = _native([_quantized(rows, activation, input_amax)], weight, bias, x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[-2])
     if activation.recipe is Recipe.ALIGNED:
         terms, _ = activations.quantize_activation(rows, activation, None, input_amax, None, False, "triton")
         return _multiply(*_pair(terms), weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
@@ -151,6 +204,10 @@ def residual_linear(
     Both terms meet each tile of the weight while it is decoded: one pass over the weights.
     """
     rows = x.detach().reshape(-1, x.shape[-1])
+    if offs is None and _multiplies_fp4(x.device):
+        both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)
+        y = _native([q for q in both if q is not None], weight, bias, x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[-2])
     if activation.recipe is Recipe.ALIGNED:
         terms, _ = activations.quantize_activation(rows, activation, residual, input_amax, mask, False, "triton")
         return _multiply(*_pair(terms), weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])

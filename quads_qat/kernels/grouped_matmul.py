@@ -7,16 +7,26 @@ cost nothing. A grid covers the most tiles that any split of the rows can need; 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from quads_qat.config import Recipe
 from quads_qat.kernels.decode import RUN
+from quads_qat.kernels.dequantize import dequantize
 from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, prepared
 
+MOST_MEAN_ROWS = 256
 
-def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide:
-    """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert."""
+
+def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide | None:
+    """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert.
+
+    None: decode all of W once, then multiply in bf16.
+    """
     mean = terms * triton.cdiv(m, max(1, min(experts, m)))
+    if mean >= terms * MOST_MEAN_ROWS and not ordered:
+        return None
     if not ordered and (mean <= 8 or k % RUN):
         return Narrow(32, 8, 8, 2, 4) if mean <= 8 else Narrow(32, 16, 16, 2, 3)
     columns = min(max(16, triton.next_power_of_2(2 * mean)), 256)
@@ -65,10 +75,36 @@ def grouped_matmul(
     y = torch.empty(m, n, dtype=dtype or x.dtype, device=x.device)
     if y.numel() == 0 or experts == 0:
         return y
-    config = config or configuration(m, n, k, experts, terms, ordered)
+    if config is None and x.is_cuda and row_scale is None and y.dtype == x.dtype:
+        config = configuration(m, n, k, experts, terms, ordered)
+        if config is None:
+            return _decode_and_multiply(x, second, qdata, block_scale, per_tensor_scale, ends, bias)
+    config = config or configuration(min(m, 64 * experts), n, k, experts, terms, ordered)
+    assert config is not None
     x, second = prepared(x, second, config, ordered, device_of(x)[1])
     used = min(experts, m)
     tiles = used + (m - used) // config.height(terms)  # every expert with rows has a tile, and one more when it is full
     grid = triton.cdiv(n, config.rows), tiles
     launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
     return y
+
+
+def _decode_and_multiply(
+    x: Tensor,
+    second: Tensor | None,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """All experts' W decoded, then one grouped bf16 product; the bias is added to its rounded result."""
+    p = per_tensor_scale
+    w = dequantize(qdata, block_scale, p, p, recipe=Recipe.ALIGNED, dtype=torch.bfloat16)
+    if second is not None:  # one product over twice the K: both sums in fp32, one rounding
+        x, w = torch.cat([x, second], 1), torch.cat([w, w], 2)
+    y = F.grouped_mm(x, w.mT, offs=ends)
+    if bias is None:
+        return y
+    rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+    return y + bias[torch.searchsorted(ends, rows, right=True).clamp(max=len(bias) - 1)].to(y.dtype)

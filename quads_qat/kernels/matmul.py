@@ -115,7 +115,7 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     rows, warps = 128, 8
     if columns == 16 or (n < 4096 and columns <= 128):
         rows, warps = 64, 4
-    elif n >= 16384 and columns == 128:
+    elif n >= 16384 and accumulated == 128:
         rows, warps = 256, 16
     blocks = 16 if accumulated <= 64 else 8
     tiles = triton.cdiv(n, rows) * triton.cdiv(2 * m if stacked else m, columns)
@@ -221,6 +221,41 @@ def matmul(
     return y
 
 
+@lru_cache(maxsize=1024)
+def _options(
+    config: Narrow | Wide,
+    terms: int,
+    groups: int,
+    scale_per_group: bool,
+    row_scale: bool,
+    bias: bool,
+    assembly: bool,
+    pdl: bool,
+) -> dict[str, object]:
+    """What a kernel is compiled with, but for what depends on the shape."""
+    interpreted = num.INTERPRETED.value
+    options: dict[str, object] = {
+        "TERMS": terms,
+        "GROUPS": triton.next_power_of_2(groups) if groups else 0,
+        "SCALE_PER_GROUP": scale_per_group,
+        "ROW_SCALE": row_scale,
+        "BIAS": bias,
+        "ASSEMBLY": assembly and not interpreted,
+        "PDL": pdl,
+        "DTYPE": tl.float32 if interpreted else tl.bfloat16,
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "BLOCKS": config.blocks,
+        "STAGES": config.stages,
+        "num_stages": config.stages,
+    }
+    if pdl:
+        options["launch_pdl"] = True
+    if isinstance(config, Narrow):
+        return options | {"SLICES": config.slices, "num_warps": config.slices, "maxnreg": config.registers}
+    return options | {"SPLITS": config.splits, "STACKED": config.stacked, "num_warps": config.warps}
+
+
 def launch(
     config: Narrow | Wide,
     grid: tuple[int, ...],
@@ -239,8 +274,6 @@ def launch(
     terms = 1 if second is None else 2
     (m, k), n = x.shape, qdata.shape[-2]
     blocks = k // 16
-    interpreted = num.INTERPRETED.value
-    pdl = device_of(x)[1]
     words = qdata.contiguous().view(torch.int32)
     scales = block_scale.contiguous().view(torch.uint8)
     pointers = [
@@ -253,23 +286,8 @@ def launch(
     ]
     pointers += [x if bias is None else bias, x if ends is None else ends, y]
     groups = 0 if ends is None else ends.numel()
-    options = {
-        "TERMS": terms,
-        "GROUPS": triton.next_power_of_2(groups) if groups else 0,
-        "SCALE_PER_GROUP": per_tensor_scale.numel() > 1,
-        "ROW_SCALE": row_scale is not None,
-        "BIAS": bias is not None,
-        "ASSEMBLY": assembly and not interpreted,
-        "PDL": pdl,
-        "DTYPE": tl.float32 if interpreted else tl.bfloat16,
-        "ROWS": config.rows,
-        "COLUMNS": config.columns,
-        "BLOCKS": config.blocks,
-        "STAGES": config.stages,
-        "num_stages": config.stages,
-    }
-    if pdl:
-        options["launch_pdl"] = True
+    given = groups, per_tensor_scale.numel() > 1, row_scale is not None, bias is not None, assembly
+    options = _options(config, terms, *given, device_of(x)[1])
     if isinstance(config, Narrow):
         narrow_kernel[grid](
             *pointers,
@@ -278,11 +296,8 @@ def launch(
             blocks,
             groups,
             x.stride(0),
-            SLICES=config.slices,
             ONE_ROW=m * terms == 1 and not groups,
             EVEN=n % config.rows == 0 and blocks % (config.blocks * config.slices) == 0,
-            num_warps=config.slices,
-            maxnreg=config.registers,
             **options,
         )
         return
@@ -303,10 +318,7 @@ def launch(
         groups,
         triton.cdiv(steps, config.splits),
         x.stride(0),
-        SPLITS=config.splits,
-        STACKED=config.stacked,
         EVEN=n % config.rows == 0 and blocks % config.blocks == 0,
-        num_warps=config.warps,
         **options,
     )
 
@@ -337,7 +349,9 @@ def _decode_and_multiply(
     aligned = recipe is Recipe.ALIGNED  # then the decoded weights are exact in bf16, else code * block_scale is
     p = per_tensor_scale if aligned else torch.ones_like(per_tensor_scale)
     w = dequantize(qdata, block_scale, p, p, recipe=Recipe.ALIGNED, dtype=torch.bfloat16)
-    if second is None and row_scale is None and aligned and dtype == x.dtype:
+    if row_scale is None and aligned and dtype == x.dtype:
+        if second is not None:  # one product over twice the K: both sums in fp32, one rounding
+            x, w = torch.cat([x, second], 1), torch.cat([w, w], 1)
         return F.linear(x, w, None if bias is None else bias.to(dtype))
     total = torch.zeros(x.shape[0], w.shape[0], device=x.device)
     for i, term in enumerate([x] if second is None else [x, second]):

@@ -117,9 +117,10 @@ def narrow_kernel(
         if BIAS:
             bias_ptr += group * n
     elif PDL:
-        line = weight_row.to(tl.int64)[:, None] * (2 * blocks) + tl.arange(0, (STEP + 15) // 16)[None, :] * 32
-        prefetch(words_ptr + tl.minimum(line, (2 * blocks).to(tl.int64) * n - 1))
-        prefetch(block_scale_ptr + tl.minimum(weight_row, n - 1).to(tl.int64) * blocks)
+        first_row = tl.minimum(weight_row, n - 1).to(tl.int64)[:, None]
+        line = tl.minimum(tl.arange(0, (STEP + 15) // 16) * 32, 2 * blocks - 1)[None, :]
+        prefetch(words_ptr + first_row * (2 * blocks) + line)
+        prefetch(block_scale_ptr + first_row * blocks)
         gdc_wait()
         gdc_launch_dependents()
 

@@ -1,0 +1,109 @@
+"""The GEMM kernels compile ahead of time for every architecture, and what makes them fast is in what is compiled.
+
+No GPU is needed to see it: a load that is not asynchronous, or a change of layout in the hot loop, costs more than any
+tuning gains, and comes in silently with an innocent change of the source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quads_qat.kernels.matmul import Narrow, Wide, _options
+from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
+from quads_qat.kernels.native_matmul import native_kernel
+
+OPERANDS = "*bf16 *bf16 *i32 *u8 *fp32 *fp32 *bf16 *i32 *bf16"
+LAUNCH = ("num_stages", "num_warps", "launch_pdl", "maxnreg")
+
+
+def compiled(kernel: Any, types: str, options: dict[str, Any], architecture: int) -> dict[str, Any]:
+    """The stages of a kernel whose pointers and sizes are multiples of 16."""
+    constants = {name: value for name, value in options.items() if name not in LAUNCH}
+    left = iter(types.split())
+    signature = {name: "constexpr" if name in constants else next(left) for name in kernel.arg_names}
+    assert next(left, None) is None
+    place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    aligned = {place[name]: [["tt.divisibility", 16]] for name in signature if name not in constants and name != "m"}
+    source = ASTSource(kernel, signature, {place[name]: value for name, value in constants.items()}, aligned)
+    launch = {name: options[name] for name in LAUNCH if options.get(name) is not None}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch).asm
+
+
+def narrow(tiles: Narrow, architecture: int = 90, terms: int = 1, groups: int = 0, **extra: Any) -> dict[str, Any]:
+    options = _options(tiles, terms, groups, False, False, False, True, architecture >= 90)
+    options = options | {"ONE_ROW": False, "EVEN": True} | extra
+    return compiled(narrow_kernel, f"{OPERANDS} i32 i32 i32 i32 i32", options, architecture)
+
+
+def wide(tiles: Wide, architecture: int = 90, terms: int = 1, groups: int = 0, **extra: Any) -> dict[str, Any]:
+    options = _options(tiles, terms, groups, False, False, False, True, architecture >= 90) | {"EVEN": True} | extra
+    return compiled(wide_kernel, f"{OPERANDS} *fp32 *i32 i32 i32 i32 i32 i32 i32", options, architecture)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+def test_kernels_compile_for_every_architecture(architecture: int):
+    few = narrow(Narrow(16, 16, 8, 2, 3), architecture, terms=2, groups=8, EVEN=False, BIAS=True, ROW_SCALE=True)
+    many = wide(Wide(64, 32, 8, 4, 2, 2), architecture, terms=2, EVEN=False, BIAS=True, ROW_SCALE=True)
+    for asm in (few, many):
+        assert f".target sm_{architecture}" in asm["ptx"]
+        assert ".ftz" not in asm["ptx"], "flushes subnormal numbers, which codes and small block scales are"
+
+
+def hot_loop(asm: dict[str, Any]) -> str:
+    """The first loop of TTGIR: the one over K."""
+    body = re.search(r"scf\.for (.*?) scf\.yield", asm["ttgir"], re.DOTALL)
+    assert body, "no loop"
+    return body.group(1)
+
+
+@pytest.mark.parametrize("one_row", [True, False])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_few_rows_stream_through_an_undisturbed_loop(one_row: bool, terms: int):
+    if one_row and terms == 2:
+        pytest.skip("a vector is one term")
+    asm = narrow(Narrow(16, 8, 16, 2, 3), terms=terms, ONE_ROW=one_row)
+    loop = hot_loop(asm)
+    assert loop.count("async_copy_global_to_local") == 3, "words, scales and activations, all asynchronous"
+    assert "tt.load" not in loop
+    assert "convert_layout" not in loop
+    assert "mma.sync" in asm["ptx"]
+    wide_copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], 0x([0-9a-f]+)", asm["ptx"])
+    assert wide_copies.count("10") > wide_copies.count("8") + wide_copies.count("4"), "16 bytes a copy but for scales"
+
+
+def test_more_rows_use_wgmma_on_weights_in_registers():
+    asm = wide(Wide(128, 64, 8, 8, 3, 1))
+    loop = hot_loop(asm)
+    assert loop.count("async_copy_global_to_local") == 3
+    assert "tt.load" not in loop
+    assert asm["ptx"].count("wgmma.mma_async") >= 8
+    assert re.search(r"warp_group_dot %\w+, .*dot_op<\{opIdx = 0", loop), "the weights are in registers"
+    assert "shfl.sync" not in asm["ptx"], "a decoded tile changes its layout"
+
+
+@pytest.mark.parametrize("architecture", [100, 120])
+def test_block_scaled_tensor_cores_multiply_packed_operands(architecture: int):
+    options = {"TERMS": 2, "ROWS": 128, "COLUMNS": 128, "STEP": 256, "STAGES": 3, "BIAS": True, "num_warps": 4}
+    types = "*u8 *u8 *fp32 *u8 *u8 *fp32 *bf16 *bf16 i32 i32 i32"
+    ptx = compiled(native_kernel, types, options, architecture)["ptx"]
+    instruction = {100: r"tcgen05\.mma.*kind::mxf4nvf4\.block_scale\.scale_vec::4X", 120: r"mma\.sync.*mxf4nvf4.*ue4m3"}
+    assert re.search(instruction[architecture], ptx)
+
+
+def test_operand_types_of_the_options():
+    options = _options(Narrow(16, 8, 16, 2, 3), 1, 0, False, False, False, True, True)
+    assert options["DTYPE"] is tl.bfloat16
+    assert options["ASSEMBLY"] is True
