@@ -12,7 +12,7 @@ README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README.read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("name", ["trainer", "rollout", "sync"])
+@pytest.mark.parametrize("name", ["trainer", "rollout", "sync", "transformers"])
 def test_example_runs(name: str, tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", EXAMPLES[name]]
@@ -22,6 +22,7 @@ def test_example_runs(name: str, tmp_path: Path):
         "trainer": "are equal, bit for bit",
         "rollout": "GapStats(tokens=10",
         "sync": "parts have new weights",
+        "transformers": "fraction=0.25",
     }
     assert expected[name] in done.stdout
 
