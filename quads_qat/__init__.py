@@ -14,11 +14,13 @@ from quads_qat.convert import (
 from quads_qat.diagnose import GapStats, gap_stats
 from quads_qat.engine_limits import EngineWarning
 from quads_qat.export import export_checkpoint
+from quads_qat.first_step import FirstStepReport, GapLimits, check_first_step
 from quads_qat.integrations.registration import register_with_transformers
 from quads_qat.integrations.transformers import patch_transformers
 from quads_qat.load import load_model, load_rollout
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantize import quantize_checkpoint
+from quads_qat.received import weight_digests
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
 from quads_qat.state import calibrate, load_quant_state_dict, observe_activations, quant_state_dict
 from quads_qat.tensor_parallel import check_tp
@@ -34,6 +36,8 @@ __all__ = [
     "Contract",
     "Dialect",
     "EngineWarning",
+    "FirstStepReport",
+    "GapLimits",
     "GapStats",
     "Mode",
     "NVFP4Tensor",
@@ -44,6 +48,7 @@ __all__ = [
     "VerificationError",
     "bucketed",
     "calibrate",
+    "check_first_step",
     "check_tp",
     "contract_of",
     "convert",
@@ -71,4 +76,5 @@ __all__ = [
     "update_weights",
     "verify",
     "verify_checkpoint",
+    "weight_digests",
 ]

@@ -70,7 +70,7 @@ def export_weights(
             amaxes[weight.group] = amax_of_group(conversion, weight)
         return quantize_weight(root, conversion, weight, amaxes[weight.group])
 
-    source = _Source(quantize, _rest(root, conversion), scales)
+    source = _Source(quantize, rest_in_memory(root, conversion), scales)
     stream = _stream(root, plan, dialect, source)
     return stream if ranks in ("all", rank()) else _taking_part(stream)
 
@@ -100,7 +100,10 @@ def export_metadata(
     scales = input_scales(plan, conversion, dialect, activations)
     source = _Source(
         lambda weight: empty_quantized(root.get_parameter(weight.name).shape, weight),
-        {n: (torch.empty(t.shape, dtype=t.dtype, device="meta"), d) for n, (t, d) in _rest(root, conversion).items()},
+        {
+            n: (torch.empty(t.shape, dtype=t.dtype, device="meta"), d)
+            for n, (t, d) in rest_in_memory(root, conversion).items()
+        },
         {name: torch.empty_like(s, device="meta") for name, s in scales.items()},
     )
     return [(name, t.dtype, tuple(t.shape)) for name, t in _stream(root, plan, dialect, source)]
@@ -108,7 +111,7 @@ def export_metadata(
 
 def export_rest(root: nn.Module, conversion: Conversion, plan: Plan) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, tensor) of everything that stays in high precision, layer by layer."""
-    rest, biases = _rest(root, conversion), _biases_by_source(plan)
+    rest, biases = rest_in_memory(root, conversion), _biases_by_source(plan)
     for layer in by_layer(rest).values():
         yield from _rest_of_layer(root, {name: rest[name] for name in layer}, biases)
 
@@ -215,7 +218,7 @@ def by_layer(tensor_names: Iterable[str]) -> dict[str, list[str]]:
 # ----------------------------------------------------------------------------------------- what stays in high precision
 
 
-def _rest(root: nn.Module, conversion: Conversion) -> dict[str, tuple[Tensor, torch.dtype]]:
+def rest_in_memory(root: nn.Module, conversion: Conversion) -> dict[str, tuple[Tensor, torch.dtype]]:
     """Name in memory -> (tensor, dtype on disk): fp32 masters are cast as quantized ones are, unless kept in fp32."""
     state = root.state_dict()
     masters = all(p.dtype == torch.float32 for p in root.parameters() if p.is_floating_point())

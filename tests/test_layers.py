@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             ),
             *("sync_plan", "sync_ledger", "state", "buckets"),
             *("quantize", "calibrate"),
+            *("first_step", "received", "token_log_probs"),
         ),
     ),
     ("L5", ("cli", "__main__")),

@@ -1,0 +1,343 @@
+"""``check_first_step``: what to check once, at step 1, in any RL framework, before a run is left alone.
+
+A run that samples with other weights, another recipe or another temperature than it trains with does not crash: it
+learns badly, and is noticed days later. All of that can be seen in the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat.config import Mode
+from quads_qat.contract import Contract, contract_of
+from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.diagnose import GapStats, gap_stats
+from quads_qat.received import compare_received, compare_rollout
+from quads_qat.token_log_probs import best_shift, best_temperature, token_log_probs
+from quads_qat.weight_stream import ActivationScales
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapLimits:
+    """What a healthy first step stays below; see :class:`~quads_qat.diagnose.GapStats`.
+
+    The defaults lie between a W4A16 trainer with compensated rollouts (mean 0.02, k3 0.001 on the bundled model) and
+    the same trainer with naive W4A4 rollouts (0.08, 0.014). The largest gap grows with the number of tokens, so it has
+    no default; the paper's healthy runs stay below 0.9 in a step.
+    """
+
+    mean: float = 0.05
+    k3: float = 0.005
+    share_over_ln2: float = 0.01
+    max: float = float("inf")
+
+    def exceeded(self, gap: GapStats) -> list[str]:
+        """Like ``mean 0.2 > 0.05``, for each statistic over its limit."""
+        found = {name: (getattr(gap, name), getattr(self, name)) for name in ("mean", "k3", "share_over_ln2", "max")}
+        return [f"{name} {value:.4g} > {limit:g}" for name, (value, limit) in found.items() if value > limit]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: contract, coverage, weights, rollout log-probs, trainer log-probs or gap.
+        passed: None where what it needs was not given.
+        found: what was seen.
+        way_out: what to do about it; "" where it passed.
+    """
+
+    name: str
+    passed: bool | None
+    found: str
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        state = {True: "pass", False: "FAIL", None: "skip"}[self.passed]
+        line = f"{state}  {self.name}: {self.found}"
+        return f"{line}\n      -> {self.way_out}" if self.way_out else line
+
+
+@dataclass(frozen=True)
+class FirstStepReport:
+    """What :func:`check_first_step` found; ``print`` it."""
+
+    checks: tuple[Check, ...]
+    gap: GapStats | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; what was not checked does not count."""
+        return not self.failed
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of the checks that failed."""
+        return [check.name for check in self.checks if check.passed is False]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON and loggers."""
+        checks = [vars(check) for check in self.checks]
+        return {"ok": self.ok, "checks": checks, "gap": None if self.gap is None else self.gap.to_dict()}
+
+    def raise_if_failed(self) -> FirstStepReport:
+        """Return the report, or raise ValueError with it."""
+        if not self.ok:
+            raise ValueError(f"check_first_step: {', '.join(self.failed)} failed\n{self}")
+        return self
+
+
+@torch.no_grad()
+def check_first_step(
+    trainer: nn.Module,
+    rollout: nn.Module | None = None,
+    *,
+    input_ids: Tensor | None = None,
+    logp_rollout: Tensor | None = None,
+    logp_trainer: Tensor | None = None,
+    mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    received: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor | str] | None = None,
+    activations: ActivationScales = "none",
+    contract: Contract | Mapping[str, Any] | str | Path | None = None,
+    limits: GapLimits | None = None,
+) -> FirstStepReport:
+    """Compare trainer and rollout in the first step of a run: contract, weights, log-probabilities.
+
+    Call it after the first weight sync and the first rollouts, before the optimizer moves the weights. Give what the
+    framework has; what is missing is reported as skipped. A few sequences are enough.
+
+    Args:
+        trainer: converted to w4a16 or w4a4. With sharded weights (DTensor), call it on all ranks.
+        rollout: a rollout model of this package in the same process. For an engine elsewhere, give ``received`` and
+            ``contract`` instead.
+        input_ids: [B, T] prompts and completions as they were sampled, not tokenized anew; padded on either side.
+        logp_rollout: [B, C] what the rollout reported for the last C of these tokens.
+        logp_trainer: [B, C] what the framework's trainer computed for them. With ``input_ids`` it is compared with the
+            trainer's own; without, it stands for it.
+        mask: [B, C] nonzero where a token counts; None counts all.
+        attention_mask: [B, T] as the models take it; None if nothing is padded.
+        temperature: by which logits are divided before the softmax, on both sides.
+        received: what the engine's ``load_weights`` was given: (name, tensor) pairs, or name -> tensor or digest
+            (:func:`~quads_qat.received.weight_digests`, to be taken where the engine runs).
+        activations: as the weights were exported, see :func:`~quads_qat.weight_stream.export_weights`.
+        contract: of the rollout: of :func:`~quads_qat.contract.contract_of`, its JSON, or a checkpoint directory.
+        limits: of the log-prob gap.
+
+    Returns:
+        One :class:`Check` a line, with the way out where one failed. ``report.raise_if_failed()`` stops a run.
+
+    Raises:
+        ValueError: the trainer is not converted, is itself a rollout; shapes that do not go together.
+
+    Example::
+
+        report = check_first_step(trainer, rollout, input_ids=ids, logp_rollout=logp, temperature=0.8)
+        print(report)
+    """
+    _, conversion = conversion_of(trainer, "check_first_step")
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError(
+            "check_first_step: trainer is a rollout model; the order is check_first_step(trainer, rollout)"
+        )
+    if rollout is not None and conversion_of(rollout, "check_first_step")[1].mode is not Mode.W4A4_RESIDUAL:
+        raise ValueError(
+            "check_first_step: rollout is a trainer; pass a model in mode 'w4a4_residual', or load_rollout"
+        )
+    _check_shapes(input_ids, logp_rollout, logp_trainer, mask, attention_mask)
+    checks = [_contract(conversion, rollout, contract)]
+    checks += _weights(trainer, rollout, received, activations, same_contract=checks[0].passed is not False)
+    tokens = _Tokens(input_ids, attention_mask, mask, temperature, limits or GapLimits())
+    checks.append(_rollout_log_probs(tokens, trainer, rollout, logp_rollout, logp_trainer))
+    checks.append(_trainer_log_probs(tokens, trainer, logp_trainer))
+    gap, check = _gap(tokens, trainer, logp_rollout, logp_trainer)
+    return FirstStepReport((*checks, check), gap)
+
+
+def _check_shapes(
+    ids: Tensor | None, rollout: Tensor | None, trainer: Tensor | None, mask: Tensor | None, attention: Tensor | None
+) -> None:
+    if ids is not None and ids.ndim != 2:
+        raise ValueError(f"check_first_step: input_ids must be [B, T], got {tuple(ids.shape)}")
+    if attention is not None and (ids is None or attention.shape != ids.shape):
+        raise ValueError("check_first_step: attention_mask must have the shape of input_ids")
+    given = {"logp_rollout": rollout, "logp_trainer": trainer, "mask": mask}
+    shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        raise ValueError(f"check_first_step: log-probabilities and mask must have one shape [B, C], got {shapes}")
+    for name, shape in shapes.items():
+        if ids is not None and (shape[0] != ids.shape[0] or shape[1] >= ids.shape[1]):
+            raise ValueError(
+                f"check_first_step: {name} must be [B, C] for the last C of input_ids [B, T], with C < T, got "
+                f"{list(shape)} and {list(ids.shape)}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------- contract and weights
+
+
+def _contract(
+    conversion: Conversion, rollout: nn.Module | None, given: Contract | Mapping[str, Any] | str | Path | None
+) -> Check:
+    mine = Contract.of_conversion(conversion)
+    if isinstance(given, (str, Path)):
+        given = contract_of(given)
+    elif isinstance(given, Mapping):
+        given = Contract.from_json(given, "check_first_step: contract")
+    theirs = [c for c in (given, None if rollout is None else contract_of(rollout)) if c is not None]
+    if not theirs:
+        way_out = "pass rollout=, or contract=: qq.contract_of(...) of the checkpoint that the engine was started from"
+        return Check("contract", None, "the rollout's is not known", way_out)
+    if found := [line for other in theirs for line in mine.differences(other)]:
+        way_out = "convert both sides with the same recipe= and groups=, or start the engine from a new export"
+        return Check("contract", False, f"trainer against rollout: {'; '.join(found)}", way_out)
+    return Check("contract", True, f"both sides quantize weights with recipe '{mine.recipe}' and share scales alike")
+
+
+def _weights(
+    trainer: nn.Module,
+    rollout: nn.Module | None,
+    received: Any,
+    activations: ActivationScales,
+    *,
+    same_contract: bool,
+) -> list[Check]:
+    """Checks of coverage and weights."""
+    if rollout is None and received is None:
+        way_out = "pass rollout=, or received=: the (name, tensor) pairs or digests that the engine took"
+        return [Check(name, None, "what the rollout holds is not known", way_out) for name in ("coverage", "weights")]
+    if rollout is not None:
+        broken = conversion_of(rollout, "check_first_step")[1].sync.broken
+        if broken:
+            return [Check("weights", False, broken, "sync again, and look for the error of the sync that failed")]
+        found = compare_rollout(trainer, rollout)
+    else:
+        found = compare_received(trainer, received, activations)
+    coverage = Check("coverage", True, f"both sides have the same {found.names} names")
+    if found.missing or found.unexpected:
+        lists = {"only in the trainer": found.missing, "only in the rollout": found.unexpected}
+        seen = "; ".join(f"{len(names)} {what}, like {names[0]}" for what, names in lists.items() if names)
+        way_out = "compare qq.coverage of both sides: scope, include and exclude must be the same, and a sync complete"
+        coverage = Check("coverage", False, seen, way_out)
+    if not found.different:
+        return [coverage, Check("weights", True, f"{found.equal} tensors are equal, bit for bit")]
+    name, how = next(iter(found.different.items()))
+    seen = f"{len(found.different)} of {found.equal + len(found.different)} tensors differ, first {name}: {how}"
+    way_out = (
+        "the rollout has the weights of another step: sync qq.export_weights(trainer) after every optimizer step, and "
+        "before the check"
+        if same_contract
+        else "the contract differs, see above"
+    )
+    return [coverage, Check("weights", False, seen, way_out)]
+
+
+# ----------------------------------------------------------------------------------------------------- log-probs
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of the step, and how their log-probabilities are to be taken."""
+
+    ids: Tensor | None
+    attention_mask: Tensor | None
+    mask: Tensor | None
+    temperature: float
+    limits: GapLimits
+
+    def log_probs(self, model: nn.Module, like: Tensor) -> Tensor:
+        """[B, C] of a model, for the last C tokens."""
+        assert self.ids is not None
+        own = token_log_probs(model, self.ids, like.shape[-1], self.attention_mask, self.temperature)
+        return own.to(like.device)
+
+    def misfit(self, model: nn.Module | None, given: Tensor, own: Tensor) -> tuple[str, str] | None:
+        """(what was seen, the way out) where log-probs do not fit, or None."""
+        gap = gap_stats(given, own, self.mask)
+        exceeded = self.limits.exceeded(gap)
+        if not exceeded:
+            return None
+        seen = ", ".join(exceeded)
+        if (shift := best_shift(given, own, self.mask)) is not None:
+            offset, mean = shift
+            side = "next" if offset > 0 else "previous"
+            return (
+                f"{seen}; they fit the {side} token (mean gap {mean:.4g})",
+                "they are shifted by one: logits at position t give the token at t + 1, logits[:, :-1] goes with "
+                "ids[:, 1:]",
+            )
+        if model is not None and self.ids is not None:
+            best = best_temperature(model, self.ids, given, self.mask, self.attention_mask, self.temperature)
+            if best is not None:
+                return (
+                    f"{seen}; they fit temperature {best[0]:g} (mean gap {best[1]:.4g}), not {self.temperature:g}",
+                    "both sides must divide logits by the same temperature; engines report log-probs before or after "
+                    "it (vLLM: logprobs_mode), so pass temperature= as the log-probs were taken",
+                )
+        return (
+            seen,
+            "look for text that was tokenized anew, a wrong mask or padding, top_k, top_p or penalties in the reported "
+            "log-probs, other weights",
+        )
+
+
+def _rollout_log_probs(
+    tokens: _Tokens, trainer: nn.Module, rollout: nn.Module | None, given: Tensor | None, logp_trainer: Tensor | None
+) -> Check:
+    """Whether the reported log-probs are those of the rollout's policy for these tokens."""
+    name = "rollout log-probs"
+    if given is None:
+        return Check(name, None, "not given", "pass logp_rollout=, what the rollout reported for each sampled token")
+    if tokens.ids is None and logp_trainer is None:
+        return Check(name, None, "the tokens are not known", "pass input_ids= (or logp_trainer=)")
+    if tokens.ids is None:
+        assert logp_trainer is not None
+        model, own, whose = None, logp_trainer, "the trainer's"
+    else:
+        model = rollout if rollout is not None else trainer
+        own, whose = tokens.log_probs(model, given), "the rollout's own" if rollout is not None else "the trainer's"
+    if (wrong := tokens.misfit(model, given, own)) is not None:
+        return Check(name, False, f"against {whose} on these tokens: {wrong[0]}", wrong[1])
+    mean = gap_stats(given, own, tokens.mask).mean
+    return Check(name, True, f"they are {whose} for these tokens, mean gap {mean:.4g}")
+
+
+def _trainer_log_probs(tokens: _Tokens, trainer: nn.Module, given: Tensor | None) -> Check:
+    """Whether the framework's trainer log-probs are those of the converted trainer."""
+    name = "trainer log-probs"
+    if given is None or tokens.ids is None:
+        return Check(name, None, "not given", "pass logp_trainer= and input_ids=")
+    own = tokens.log_probs(trainer, given)
+    if (wrong := tokens.misfit(trainer, given, own)) is not None:
+        return Check(name, False, f"against the trainer's own on these tokens: {wrong[0]}", wrong[1])
+    return Check(name, True, f"they are its own, mean gap {gap_stats(given, own, tokens.mask).mean:.4g}")
+
+
+def _gap(
+    tokens: _Tokens, trainer: nn.Module, logp_rollout: Tensor | None, logp_trainer: Tensor | None
+) -> tuple[GapStats | None, Check]:
+    """The gap that training sees."""
+    if logp_rollout is None or (logp_trainer is None and tokens.ids is None):
+        return None, Check("gap", None, "not known", "pass logp_rollout= and input_ids= (or logp_trainer=)")
+    if logp_trainer is None:
+        logp_trainer = tokens.log_probs(trainer, logp_rollout)
+    gap = gap_stats(logp_rollout, logp_trainer.to(logp_rollout.device), tokens.mask)
+    seen = f"mean {gap.mean:.4g}, max {gap.max:.4g}, k3 {gap.k3:.4g}, {gap.share_over_ln2:.2%} over ln 2"
+    if exceeded := tokens.limits.exceeded(gap):
+        way_out = (
+            "repair what failed above first; if nothing did, raise ResidualConfig(fraction=...), use scope='token', "
+            "leave sensitive layers out of the conversion, or set limits= for this model"
+        )
+        return gap, Check("gap", False, f"{seen} ({', '.join(exceeded)})", way_out)
+    return gap, Check("gap", True, f"{seen}, {gap.tokens} tokens")

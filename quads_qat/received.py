@@ -1,0 +1,158 @@
+"""What a rollout holds against what its trainer multiplies by: names, and every tensor bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat.checkpoint_plan import export_plan
+from quads_qat.config import Dialect
+from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.convert import amax_of_group, quantize_weight
+from quads_qat.dialects import carries
+from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import whole
+from quads_qat.sync_plan import module_of
+from quads_qat.verify import difference
+from quads_qat.weight_stream import ActivationScales, export_metadata, export_weights, own_scales, rest_in_memory
+
+_PARTS = ("qdata", "block_scale", "per_tensor_scale")
+
+
+@dataclass
+class Comparison:
+    """What was found.
+
+    Attributes:
+        names: how many both sides have.
+        missing: names that only the trainer has.
+        unexpected: names that only the rollout has.
+        equal: how many tensors have the same bits.
+        different: name -> how it differs.
+    """
+
+    names: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    equal: int = 0
+    different: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, how: str | None) -> None:
+        """One tensor that both sides have; ``how`` it differs."""
+        if how is None:
+            self.equal += 1
+        else:
+            self.different[name] = how
+
+
+def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
+    """Every weight of a trainer against the rollout module's own, in the names of the model."""
+    root, conversion = conversion_of(trainer, "compare_rollout")
+    other, theirs = conversion_of(rollout, "compare_rollout")
+    live, rest = other.state_dict(keep_vars=True), rest_in_memory(root, conversion)
+    packed = {f"{name}_{part}" for name in theirs.weights for part in (*_PARTS, "stored_scale")}
+    beside = ("input_amax", "residual_mask")  # of activations, not of weights
+    here = {*conversion.weights, *rest}
+    there = {*theirs.weights, *(n for n in live if n not in packed and not n.endswith(beside))}
+    there -= root.state_dict().keys() - here  # further names of tied weights
+    found = Comparison(len(here & there), sorted(here - there), sorted(there - here))
+    amaxes: dict[str, Tensor] = {}
+    for name, weight in conversion.weights.items():
+        if weight.group not in amaxes:  # on all ranks, whatever the rollout has: sharded weights are gathered
+            amaxes[weight.group] = amax_of_group(conversion, weight)
+        q = quantize_weight(root, conversion, weight, amaxes[weight.group])
+        if name in theirs.weights:
+            found.add(name, _packed_difference(other, theirs, name, q))
+        elif name in there:
+            found.add(name, "quantized in the trainer, not in the rollout")
+    for name, (tensor, dtype) in rest.items():
+        value = whole(tensor.detach()).to(dtype)
+        if name in theirs.weights:
+            found.add(name, "quantized in the rollout, not in the trainer")
+        elif name in there:
+            found.add(name, difference(live[name].detach(), value.to(live[name].dtype)))
+    return found
+
+
+def _packed_difference(rollout: nn.Module, conversion: Conversion, name: str, q: NVFP4Tensor) -> str | None:
+    weight = conversion.weights[name]
+    module = module_of(rollout, weight)
+    held = module.packed(weight.parameter)
+    try:
+        fitted = module.fit_packed(weight.parameter, q)
+    except ValueError as error:
+        return str(error)
+    for part in _PARTS:
+        if how := difference(getattr(held, part).to(q.device), getattr(fitted, part)):
+            return f"{part}: {how}"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- an engine elsewhere
+
+
+def weight_digests(named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> SHA-256 of dtype, shape and bytes: small enough to send from the engine's process to the trainer's.
+
+    >>> digests = weight_digests({"w": torch.zeros(2)})
+    >>> digests == weight_digests({"w": torch.zeros(2)}), digests == weight_digests({"w": -torch.zeros(2)})
+    (True, False)
+    """
+    items: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    return {name: _digest(tensor) for name, tensor in items}
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{data.dtype} {list(data.shape)}".encode())
+    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def compare_received(
+    trainer: nn.Module,
+    received: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor | str],
+    activations: ActivationScales = "none",
+) -> Comparison:
+    """A fresh export of the trainer against the tensors, or digests, that an engine took.
+
+    Raises:
+        ValueError: not one name belongs to either dialect.
+    """
+    taken = dict(received)
+    root, conversion = conversion_of(trainer, "compare_received")
+    dialect, names = _dialect_of(trainer, conversion, taken, activations)
+    scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - names  # an engine's own, if it has any
+    found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names - scales))
+    for name, tensor in export_weights(trainer, dialect, activations=activations):
+        there = taken.get(name)
+        if isinstance(there, str):
+            found.add(name, None if there == _digest(tensor) else "its digest differs")
+        elif there is not None:
+            found.add(name, difference(there, tensor))
+    return found
+
+
+def _dialect_of(
+    trainer: nn.Module, conversion: Conversion, taken: Mapping[str, object], activations: ActivationScales
+) -> tuple[Dialect, set[str]]:
+    """The dialect that shares most names with what was taken, and all names of an export in it."""
+    candidates = {
+        dialect: {name for name, _, _ in export_metadata(trainer, dialect, activations=activations)}
+        for dialect in Dialect
+        if carries(dialect, conversion.recipe)
+    }
+    common = {dialect: len(names & taken.keys()) for dialect, names in candidates.items()}
+    best = max(common, key=lambda dialect: common[dialect], default=None)
+    if best is None or not common[best]:
+        raise ValueError(
+            f"check_first_step: none of the {len(taken)} received names is one that export_weights gives, the first is "
+            f"{next(iter(taken), 'none')!r}; record the names where the engine's load_weights takes them, before it "
+            "maps them to its own"
+        )
+    return best, candidates[best]

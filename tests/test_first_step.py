@@ -1,0 +1,275 @@
+"""Contract under test: ``check_first_step`` passes a sound first step, and names what is wrong with any other."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from small_modules import TINYMOE
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import quads_qat as qq
+from quads_qat.token_log_probs import token_log_probs
+
+TEXT = (TINYMOE / "heldout.txt").read_bytes()
+IDS = torch.tensor([list(TEXT[start : start + 48]) for start in (0, 5000)])
+COUNT = 32  # of 48 tokens, the last ones were sampled
+
+
+@cache
+def _trainer(**options: Any) -> nn.Module:
+    return qq.convert(AutoModelForCausalLM.from_pretrained(TINYMOE, dtype=torch.float32), "w4a16", **options)
+
+
+@cache
+def _rollout(fraction: float = 0.5, **options: Any) -> nn.Module:
+    model = copy.deepcopy(_trainer(**options))
+    rollout = qq.convert(model, "w4a4_residual", residual=qq.ResidualConfig(fraction=fraction))
+    if not options:
+        qq.update_weights(rollout, qq.export_weights(_trainer(), "modelopt"))
+    return rollout
+
+
+@cache
+def _log_probs(side: str, temperature: float = 1.0) -> Tensor:
+    model = _trainer() if side == "trainer" else _rollout()
+    return token_log_probs(model, IDS, COUNT, temperature=temperature)
+
+
+def check(**changes: Any) -> qq.FirstStepReport:
+    sound = {"trainer": _trainer(), "rollout": _rollout(), "input_ids": IDS, "logp_rollout": _log_probs("rollout")}
+    return qq.check_first_step(**(sound | changes))
+
+
+def found(report: qq.FirstStepReport, name: str) -> str:
+    return next(str(c) for c in report.checks if c.name == name)
+
+
+# --------------------------------------------------------------------------------------------------------- a sound step
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_a_sound_step_passes(temperature: float):
+    logp = {f"logp_{side}": _log_probs(side, temperature) for side in ("trainer", "rollout")}
+    report = check(**logp, temperature=temperature)
+    assert report.ok, str(report)
+    assert [c.passed for c in report.checks] == [True] * 6
+    assert report.raise_if_failed() is report
+    assert report.gap == qq.gap_stats(logp["logp_rollout"], logp["logp_trainer"])
+    assert found(report, "weights") == f"pass  weights: {len(_trainer().state_dict())} tensors are equal, bit for bit"
+
+
+def test_modules_keep_their_mode():
+    trainer = _trainer()
+    trainer.train()
+    part = next(trainer.children())
+    part.eval()
+    before = [m.training for m in trainer.modules()]
+    check()
+    assert [m.training for m in trainer.modules()] == before
+
+
+def test_padding_on_the_left_and_a_mask_on_the_right():
+    """As TRL pads: the padded batch has the log-probs of the unpadded rows."""
+    pad, short = 7, 5
+    ids = torch.cat([torch.zeros(2, pad, dtype=IDS.dtype), IDS], 1)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[:, :pad] = 0
+    attention_mask[1, -short:] = 0
+    mask = torch.ones(2, COUNT)
+    mask[1, -short:] = 0
+    logp = _log_probs("rollout").masked_fill(mask == 0, float("nan"))
+    report = check(input_ids=ids, attention_mask=attention_mask, mask=mask, logp_rollout=logp)
+    assert report.ok, str(report)
+    assert report.gap is not None
+    assert report.gap.tokens == 2 * COUNT - short
+
+
+def test_what_is_not_given_is_skipped_and_says_what_to_pass():
+    report = qq.check_first_step(_trainer())
+    assert {c.passed for c in report.checks} == {None}
+    assert all("pass " in c.way_out for c in report.checks)
+    assert report.ok
+    assert report.to_dict()["gap"] is None
+
+
+def test_two_arrays_alone_give_the_gap():
+    logp = {f"logp_{side}": _log_probs(side) for side in ("trainer", "rollout")}
+    report = qq.check_first_step(_trainer(), **logp)
+    assert [c.name for c in report.checks if c.passed] == ["rollout log-probs", "gap"]
+    shifted = qq.check_first_step(
+        _trainer(), logp_rollout=logp["logp_rollout"].roll(-1, 1), logp_trainer=logp["logp_trainer"]
+    )
+    assert "they fit the next token" in found(shifted, "rollout log-probs")
+
+
+# --------------------------------------------------------------------------------------------------------- broken steps
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.down_proj", "model.layers.1.input_layernorm.weight"])
+def test_unsynced_weights_are_named(name: str):
+    trainer = copy.deepcopy(_trainer())
+    with torch.no_grad():
+        trainer.get_parameter(name).view(-1)[5].add_(0.5)
+    report = check(trainer=trainer)
+    assert "weights" in report.failed
+    assert f"1 of {len(trainer.state_dict())} tensors differ, first {name}" in found(report, "weights")
+    assert "sync qq.export_weights(trainer)" in found(report, "weights")
+    with pytest.raises(ValueError, match=r"check_first_step: weights.* failed\npass  contract"):
+        report.raise_if_failed()
+
+
+def test_one_flipped_code_is_named():
+    rollout: Any = copy.deepcopy(_rollout())
+    rollout.model.layers[0].self_attn.q_proj.weight_qdata[0, 0] ^= 1
+    assert "q_proj.weight: qdata: 1 of" in found(check(rollout=rollout), "weights")
+
+
+def test_another_recipe_is_named():
+    report = check(rollout=_rollout(recipe="modelopt"), logp_rollout=None)
+    assert report.failed == ["contract", "weights"]
+    assert "recipe: aligned against modelopt" in found(report, "contract")
+    assert "the contract differs" in found(report, "weights")
+
+
+def test_other_scale_groups_are_named():
+    rollout = _rollout(groups=(r"layers\.(\d+)\.self_attn\.[qkvo]_proj",))
+    assert "rules of scale groups" in found(check(rollout=rollout, logp_rollout=None), "contract")
+
+
+def test_another_scope_is_named():
+    report = check(rollout=_rollout(scope="experts"), logp_rollout=None)
+    assert report.failed == ["weights"]  # the names are the same, the tensors are not
+    assert "quantized in the trainer, not in the rollout" in found(report, "weights")
+
+
+def test_other_names_are_named():
+    rollout: Any = copy.deepcopy(_rollout())
+    del rollout.model.norm._parameters["weight"]
+    rollout.model.norm.register_buffer("gain", torch.ones(2))
+    report = check(rollout=rollout, logp_rollout=None)
+    assert report.failed == ["coverage"]
+    assert "only in the trainer, like model.norm.weight" in found(report, "coverage")
+    assert "only in the rollout, like model.norm.gain" in found(report, "coverage")
+
+
+def test_a_sync_that_failed_is_named():
+    rollout = copy.deepcopy(_rollout())
+    with pytest.raises(ValueError, match="missing"):
+        qq.update_weights(rollout, [])
+    report = check(rollout=rollout, input_ids=None, logp_rollout=None)
+    assert report.failed == ["weights"]
+    assert "the last weight sync of this rollout failed" in found(report, "weights")
+
+
+@pytest.mark.parametrize(("shift", "side"), [(1, "previous"), (-1, "next")])
+def test_shifted_tokens_are_named(shift: int, side: str):
+    report = check(logp_rollout=_log_probs("rollout").roll(shift, 1))
+    assert report.failed == ["rollout log-probs", "gap"]
+    assert f"they fit the {side} token" in found(report, "rollout log-probs")
+    assert "logits[:, :-1] goes with ids[:, 1:]" in found(report, "rollout log-probs")
+
+
+def test_another_temperature_of_the_rollout_is_named():
+    report = check(logp_rollout=_log_probs("rollout", 0.6))
+    assert report.failed == ["rollout log-probs", "gap"]
+    assert "they fit temperature 0.6 (mean gap 0), not 1\n" in found(report, "rollout log-probs")
+
+
+def test_another_temperature_of_the_trainer_is_named():
+    logp = {"logp_rollout": _log_probs("rollout", 0.6), "logp_trainer": _log_probs("trainer", 1.0)}
+    report = check(**logp, temperature=0.6)
+    assert report.failed == ["trainer log-probs", "gap"]
+    assert "they fit temperature 1 (mean gap 0), not 0.6\n" in found(report, "trainer log-probs")
+
+
+def test_other_tokens_are_not_taken_for_a_shift_or_a_temperature():
+    generator = torch.Generator().manual_seed(0)
+    ids = IDS.clone()
+    ids[:, -COUNT:] = torch.randint(32, 127, (2, COUNT), generator=generator)
+    report = check(input_ids=ids)
+    assert report.failed == ["rollout log-probs", "gap"]
+    assert "tokenized anew" in found(report, "rollout log-probs")
+
+
+def test_a_naive_rollout_is_over_the_limits():
+    naive = _rollout(fraction=0.0)
+    report = check(rollout=naive, logp_rollout=token_log_probs(naive, IDS, COUNT))
+    assert report.failed == ["gap"]
+    assert "> 0.05" in found(report, "gap")
+    assert "raise ResidualConfig(fraction=...)" in found(report, "gap")
+    wide = qq.GapLimits(mean=1, k3=1, share_over_ln2=1)
+    assert check(rollout=naive, logp_rollout=token_log_probs(naive, IDS, COUNT), limits=wide).ok
+
+
+# -------------------------------------------------------------------------------------------------- an engine elsewhere
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("what", ["pairs", "digests"])
+def test_what_an_engine_received(dialect: str, what: str):
+    stream = qq.export_weights(_trainer(), dialect)
+    received = list(stream) if what == "pairs" else qq.weight_digests(stream)
+    contract = qq.contract_of(_trainer()).to_json()
+    report = qq.check_first_step(_trainer(), received=received, contract=contract)
+    assert [c.passed for c in report.checks[:3]] == [True] * 3
+    assert f"{len(received)} tensors are equal, bit for bit" in found(report, "weights")
+
+
+@pytest.mark.parametrize("what", ["pairs", "digests"])
+def test_a_flipped_sign_of_zero_is_found(what: str):
+    received = dict(qq.export_weights(_trainer(), "modelopt"))
+    name = "model.layers.1.mlp.gate.weight"
+    trainer = copy.deepcopy(_trainer())
+    with torch.no_grad():
+        trainer.get_parameter(name)[0, 0] = 0.0
+    received[name][0, 0] = -0.0
+    given: Any = received if what == "pairs" else qq.weight_digests(received)
+    report = qq.check_first_step(trainer, received=given)
+    assert report.failed == ["weights"]
+    assert f"1 of {len(received)} tensors differ, first {name}" in found(report, "weights")
+
+
+def test_names_that_an_engine_did_not_get():
+    received = dict(qq.export_weights(_trainer(), "modelopt"))
+    lost = "model.layers.0.mlp.experts.1.up_proj.weight_scale"
+    del received[lost]
+    received["model.layers.0.extra"] = torch.zeros(1)
+    report = qq.check_first_step(_trainer(), received=received)
+    assert report.failed == ["coverage"]
+    assert f"1 only in the trainer, like {lost}" in found(report, "coverage")
+    assert "1 only in the rollout, like model.layers.0.extra" in found(report, "coverage")
+
+
+def test_foreign_names_are_refused():
+    with pytest.raises(ValueError, match="none of the 1 received names"):
+        qq.check_first_step(_trainer(), received={"w13_weight": torch.zeros(1)})
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_sides_must_not_be_swapped():
+    with pytest.raises(ValueError, match=r"trainer is a rollout model; the order is"):
+        qq.check_first_step(_rollout(), _trainer())
+    with pytest.raises(ValueError, match="rollout is a trainer"):
+        qq.check_first_step(_trainer(), _trainer())
+    with pytest.raises(ValueError, match="has not been converted"):
+        qq.check_first_step(nn.Linear(32, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": IDS[0]}, r"input_ids must be \[B, T\]"),
+        ({"attention_mask": IDS[:, 1:]}, "attention_mask must have the shape"),
+        ({"mask": torch.ones(2, COUNT + 1)}, r"must have one shape \[B, C\]"),
+        ({"logp_rollout": torch.zeros(2, 48)}, r"with C < T, got \[2, 48\] and \[2, 48\]"),
+        ({"logp_rollout": torch.zeros(1, 8)}, r"got \[1, 8\] and \[2, 48\]"),
+    ],
+)
+def test_shapes(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        check(**changes)
