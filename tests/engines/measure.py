@@ -100,6 +100,8 @@ def row(arch: str, folder: Path) -> table.Row:
         checkpoint = Checkpoint.read(path)
         cells[dialect, scheme] = {engine: measured(engine, checkpoint, weights) for engine in ENGINES}
         unfused |= table.unfused(checkpoint)
+        odd = [name for name in checkpoint.quantization["ignore"] if not re.fullmatch(r"[\w.\[\]]+", name)]
+        assert not odd  # full names: no NUL, as Model-Optimizer wrote for Nemotron-H, no globs, no regexes
         warned = sorted(str(w.message) for w in caught if w.category is EngineWarning)
         refused = [limit for limit in engine_limits.LIMITS if limit.key in cells[dialect, scheme].values()]
         assert len(warned) == len(refused)
