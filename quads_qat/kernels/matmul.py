@@ -79,6 +79,7 @@ class Wide:
 
 MOST_NARROW_COLUMNS = 16
 MOST_STACKED_COLUMNS = 128
+_ROWS_OF_ONE_PRODUCT = 4096  # with fewer, to write W twice costs more than to add fp32 results
 
 
 @lru_cache(maxsize=4096)
@@ -349,7 +350,8 @@ def _decode_and_multiply(
     aligned = recipe is Recipe.ALIGNED  # then the decoded weights are exact in bf16, else code * block_scale is
     p = per_tensor_scale if aligned else torch.ones_like(per_tensor_scale)
     w = dequantize(qdata, block_scale, p, p, recipe=Recipe.ALIGNED, dtype=torch.bfloat16)
-    if row_scale is None and aligned and dtype == x.dtype:
+    plain = row_scale is None and aligned and dtype == x.dtype
+    if plain and (second is None or x.shape[0] >= _ROWS_OF_ONE_PRODUCT):
         if second is not None:  # one product over twice the K: both sums in fp32, one rounding
             x, w = torch.cat([x, second], 1), torch.cat([w, w], 1)
         return F.linear(x, w, None if bias is None else bias.to(dtype))
