@@ -6,6 +6,8 @@ element-wise kernels and the reference's mask.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ def values_dtype(recipe: Recipe) -> torch.dtype:
     return torch.bfloat16 if recipe is Recipe.ALIGNED else torch.float32
 
 
+@lru_cache
 def count_of_terms(residual: ResidualConfig | None, k: int) -> int:
     """2 where ``residual`` selects at least one of k channels, else 1."""
     if residual is None or residual.scope is ResidualScope.STATIC:
@@ -46,10 +49,16 @@ def _plain(residual: ResidualConfig) -> tuple[str, float, str, int]:
     return residual.scope.value, float(residual.fraction), residual.norm.value, residual.granularity
 
 
+@lru_cache
 def _config(scope: str | None, fraction: float, norm: str, granularity: int) -> ResidualConfig | None:
     if scope is None:
         return None
     return ResidualConfig(fraction=fraction, scope=scope, norm=norm, granularity=granularity)  # pyright: ignore[reportArgumentType]
+
+
+@lru_cache
+def _format(recipe: str, scale: str) -> ActivationFormat:
+    return ActivationFormat(scale=ActivationScale(scale), recipe=Recipe(recipe))
 
 
 def _quantize_activation(
@@ -65,7 +74,7 @@ def _quantize_activation(
     return_mask: bool,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    activation = ActivationFormat(scale=ActivationScale(scale), recipe=Recipe(recipe))
+    activation = _format(recipe, scale)
     residual = _config(scope, fraction, norm, granularity)
     residual = residual if count_of_terms(residual, x.shape[-1]) == 2 else None
     if backend == "triton" and _fits_the_kernel(x, activation):
@@ -154,8 +163,8 @@ def _fits_the_kernel(x: Tensor, activation: ActivationFormat) -> bool:
 def _by_kernel(
     x: Tensor, activation: ActivationFormat, residual: ResidualConfig | None, mask: Tensor | None, return_mask: bool
 ) -> tuple[Tensor, Tensor | None]:
-    from quads_qat.kernels.residual import activation_terms
+    from quads_qat.kernels.activation import activation_terms
 
     amax = library.amax([x], None, "triton") if activation.scale is ActivationScale.PER_TENSOR else None
     terms, chosen = activation_terms(x.reshape(-1, x.shape[-1]), amax, residual, mask, return_mask)
-    return terms.view(-1, *x.shape), chosen
+    return terms.view(terms.shape[0], *x.shape), chosen

@@ -113,8 +113,12 @@ def test_terms_and_masks_equal_the_reference(case, residual: ResidualConfig, sca
     assert_kernel_matches(case.x, residual, activation=ActivationFormat(scale=scale))
 
 
-@pytest.mark.parametrize("scope", ["token", "token in blocks", "block", "batch", "static", "none"])
-@pytest.mark.parametrize("kind", KINDS)
+SCOPES = ("token", "token in blocks", "block", "batch", "static", "none")
+EVERY = [(kind, scope) for kind in KINDS for scope in SCOPES]
+FEW = [(k, s) for k, s in EVERY if s == "token" or k in ("ties", "not finite") or (k == "huge" and "blocks" not in s)]
+
+
+@pytest.mark.parametrize(("kind", "scope"), EVERY if CUDA else FEW)
 def test_every_scope_on_every_kind_of_rows(kind: str, scope: str):
     x = noise(5, 4096, kind) if CUDA else noise(2, 48, kind)
     k = x.shape[-1]
@@ -124,19 +128,19 @@ def test_every_scope_on_every_kind_of_rows(kind: str, scope: str):
         mask = torch.rand(k, generator=torch.Generator().manual_seed(1)) < 0.4
         assert_kernel_matches(x, ResidualConfig(fraction=0.4, scope="static"), mask=mask)
     elif scope == "token in blocks":
-        for norm in ("l2", "l1", "max") if CUDA or kind in ("ties", "not finite") else ("l2",):
+        for norm in ("l2", "l1", "max"):
             assert_kernel_matches(x, ResidualConfig(fraction=0.4, norm=norm, granularity=16))
     else:
         assert_kernel_matches(x, ResidualConfig(fraction=0.4, scope=scope))
 
 
-@pytest.mark.parametrize("n", range(1, 16))
+@pytest.mark.parametrize("n", range(1, 16) if CUDA else (1, 5, 8, 9, 15))
 def test_block_scope_selects_any_number_of_channels(n: int):
     x = torch.cat([noise(1, 32, "ties", seed=n), noise(1, 32, "normal", seed=n)])
     assert_kernel_matches(x, ResidualConfig(fraction=n / 16, scope="block"))
 
 
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 62, 63])
+@pytest.mark.parametrize("n", [1, 31, 32, 63])
 def test_token_scope_selects_any_number_of_channels(n: int):
     x = torch.cat([noise(1, 64, kind, seed=n) for kind in ("ties", "elements")])
     assert_kernel_matches(x, ResidualConfig(fraction=n / 64))
@@ -162,7 +166,7 @@ def test_batch_scope_adds_rows_in_the_contract_s_order(rows: int, norm: str, gra
 
 
 @pytest.mark.parametrize("select", ["NONE", "FIXED", "TOKEN", "TOKEN_BLOCKS", "BLOCK"])
-@pytest.mark.parametrize(("tile", "staged"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("tile", "staged"), [(2, False), (4, True)] if CUDA else [(4, True)])
 def test_programs_that_share_a_row_give_the_bits_of_one(select: str, tile: int, staged: bool):
     x = noise(1, 6 * 16, "ties").to(DEVICE)
     mask = torch.arange(96, device=DEVICE) % 3 == 0
@@ -212,7 +216,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(layout: str):
-    for scope in ("token", "batch"):
+    for scope in ("block", "batch"):
         assert_kernel_matches(LAYOUTS[layout](), ResidualConfig(scope=scope))
 
 

@@ -38,7 +38,7 @@ def block_scale_of_pairs(low, high, inverse_p):
 
 
 @triton.jit
-def _decoded(v, encode, decode):
+def decoded(v, encode, decode):
     """fp32 element -> bits of its decoded value; the sign is that of v, +0.0 for -0.0."""
     y = tl.minimum(num.snapped(tl.abs(v), encode) - 768.0, 6.0)
     return num.bits(num.e2m1_value(y) * decode) | (num.bits(v + 0.0) & SIGN)
@@ -49,8 +49,8 @@ def decoded_pairs(low, high, s, finite, p, inverse_p):
     """Elements of T blocks -> int32 pairs of decoded values, exact in bf16; NaN where a block is not finite."""
     encode = ((1.0 / s) * inverse_p)[:, None]
     decode = tl.where(finite, s * p, float("nan"))[:, None]
-    low = _decoded(low, encode, decode)
-    high = _decoded(high, encode, decode)
+    low = decoded(low, encode, decode)
+    high = decoded(high, encode, decode)
     return ((low >> 16) & 0xFFFF) | (high & HIGH)
 
 

@@ -19,12 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads_qat.config import ResidualConfig, ResidualNorm, ResidualScope
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.kernels import numerics as num
 from quads_qat.kernels import topk
-from quads_qat.kernels.pairs import HIGH, halves
-from quads_qat.kernels.pairs import _decoded as decoded
+from quads_qat.kernels.pairs import HIGH, decoded, halves
 
 NONE = tl.constexpr(0)  # no second quantization
 ALL = tl.constexpr(1)  # every channel
@@ -299,8 +297,7 @@ def _rows_kernel(
     x_ptr,
     amax_ptr,
     mask_ptr,
-    q1_ptr,
-    q2_ptr,
+    terms_ptr,
     kept_ptr,
     n_blocks,
     row_quads,
@@ -327,7 +324,7 @@ def _rows_kernel(
         block = tl.arange(0, TILE)
     start = row_index * (row_quads * 4)
     out_start = row_index * (n_blocks * 8)
-    RANKS: tl.constexpr = SELECT == TOKEN or SELECT == TOKEN_BLOCKS
+    RANKS: tl.constexpr = (SELECT == TOKEN) | (SELECT == TOKEN_BLOCKS)
     x = _load(x_ptr.to(tl.pointer_type(tl.int32)), start, block, n_blocks)
     largest = _largest_bits(x)
     if SHARED and (PER_TOKEN or RANKS):
@@ -344,7 +341,7 @@ def _rows_kernel(
 
     q1, rest = _first(x, largest, p)
     if STORES_FIRST:
-        _store(q1_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q1, STAGED)
+        _store(terms_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q1, STAGED)
     if SELECT != NONE:
         if SHARED and RANKS:
             _, row = _first(row, row_largest, p)
@@ -363,7 +360,8 @@ def _rows_kernel(
             kept = tl.full(rest.shape, -1, tl.int32)
         rest = rest & kept
         q2 = _second(rest, _largest_bits(rest), p)
-        _store(q2_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q2, STAGED)
+        second = (tl.num_programs(0) // slices).to(tl.int64) * (n_blocks * 8) + out_start
+        _store(terms_ptr.to(tl.pointer_type(tl.int32)), second, block, n_blocks, q2, STAGED)
         if STORES_MASK:
             bytes_ = ((kept & 1) | ((kept >> 8) & 0x100)).to(tl.int16)
             _store(kept_ptr.to(tl.pointer_type(tl.int16)), out_start, block, n_blocks, bytes_, STAGED)
@@ -375,46 +373,6 @@ LONGEST_ROW = 32767 // 16 * 16
 """Channels that a program can rank."""
 
 _PROGRAMS = 256  # about two for each of an H200's multiprocessors
-_NORMS = {ResidualNorm.L2: L2.value, ResidualNorm.L1: L1.value, ResidualNorm.MAX: MAX.value}
-
-
-def activation_terms(
-    x: Tensor, amax: Tensor | None, residual: ResidualConfig | None, mask: Tensor | None, return_mask: bool
-) -> tuple[Tensor, Tensor | None]:
-    """``(terms [T, M, K], mask)`` of x [M, K] bf16: the twin of ``reference_matmul.residual_quantize``, decoded.
-
-    Args:
-        x: any strides, K <= LONGEST_ROW.
-        amax: [] of the tensor; None: each row has its own.
-        residual: selects at least one channel; None: T is 1.
-        mask: [K] bool of scope ``static``.
-        return_mask: whether the mask is wanted: [M, K] or [K] bool.
-    """
-    k = x.shape[-1]
-    if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    if residual is None:
-        return rows(x, amax=amax)
-    if residual.scope is ResidualScope.STATIC:
-        assert mask is not None
-        return rows(x, amax=amax, select=FIXED.value, mask=mask.contiguous())[0], mask
-    size = BLOCK_SIZE if residual.scope is ResidualScope.BLOCK else k // residual.granularity
-    n, norm, whole_blocks = residual.selected(size), _NORMS[residual.norm], residual.granularity == BLOCK_SIZE
-    if n == size or x.shape[0] == 0:
-        return rows(x, amax=amax, select=ALL.value, return_mask=return_mask)
-    if residual.scope is ResidualScope.BATCH and x.shape[0] > 1:
-        from quads_qat.kernels.residual_batch import batch_mask
-
-        terms = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device)
-        rows(x, amax=amax, terms=terms)
-        mask = batch_mask(x, terms[0], n=n, norm=norm, whole_blocks=whole_blocks)
-        rows(x, amax=amax, select=FIXED.value, mask=mask, terms=terms, stores_first=False)
-        return terms, mask
-    if residual.scope is ResidualScope.BLOCK:
-        select = BLOCK.value
-    else:
-        select = TOKEN_BLOCKS.value if whole_blocks else TOKEN.value
-    return rows(x, amax=amax, select=select, n=n, norm=norm, return_mask=return_mask)
 
 
 @lru_cache
@@ -428,8 +386,8 @@ def configuration(m: int, row: int, select: int) -> tuple[int, int, bool]:
     """(blocks a program, warps, staged stores) for m rows of ``row`` blocks, a power of two; measured on an H200."""
     warps = min(32, max(1, row // 64))
     if select in (TOKEN.value, TOKEN_BLOCKS.value):
-        if m > 16:
-            return row, warps, True
+        if m > 16:  # many rows hide what a search waits for; few warps exchange less
+            return row, warps if m < 512 else min(warps, max(4, row // 128)), True
         return max(row // 4, 16), warps, False
     if m > 128:
         return row, warps, True
@@ -478,8 +436,7 @@ def rows(
         x,
         x if amax is None else amax,
         x if mask is None else mask.view(torch.int8),
-        terms[0],
-        terms[-1],
+        terms,
         x if kept is None else kept.view(torch.int8),
         n_blocks,
         x.stride(0) // 8,

@@ -57,14 +57,33 @@ def _total_scores_kernel(parts_ptr, out_ptr, chunks, k, NORM: tl.constexpr, TILE
 
 
 @triton.jit
-def _nth_of_few(near, far, n, total, low, upper):
-    """The n-th largest of the keys >= low, which agree in their upper half; -1 is no key."""
-    high = tl.where(upper == 0x7F80, topk.FLOAT32_END, low + 65536)
-    keys = tl.join(near, far)
-    there = tl.sum(tl.ravel((keys >= low).to(tl.int32)), 0)
-    third = (high - low) // 3
-    nth, wanted = topk.nth_largest(keys, n, there, low, high, low + third, high - third, topk.WIDE)
-    return nth, tl.where(wanted == there, total, wanted)
+def _nth_and_end(low, high, places, inside, n, total, KIND: tl.constexpr):
+    """Keys of channels 0 to 7 and 8 to 15 of blocks -> the keys, the n-th largest, and where its kept equals end.
+
+    The search looks at the upper halves of keys first, in pairs, and then at the keys that agree in it: from then on
+    keys above them are the largest integer, those below -1.
+    """
+    low_upper = tl.minimum(low >> 16, 0x7F80)
+    high_upper = tl.minimum(high >> 16, 0x7F80)
+    pairs = low_upper | (high_upper << 16)
+    guess = tl.max(tl.ravel(tl.maximum(low_upper, high_upper)), 0)
+    upper, wanted = topk.nth_magnitude(pairs, n, total, guess, KIND)
+    nth = upper << 16
+    end = total
+    if wanted < total:
+        low_few = tl.where((low_upper == upper) & inside[:, :, None], low, -1)
+        high_few = tl.where((high_upper == upper) & inside[:, :, None], high, -1)
+        low = tl.where(low_upper > upper, 0x7FFFFFFF, low_few)
+        high = tl.where(high_upper > upper, 0x7FFFFFFF, high_few)
+        keys = tl.join(low_few, high_few)
+        there = tl.sum(tl.ravel((keys >= nth).to(tl.int32)), 0)
+        beyond = tl.where(upper == 0x7F80, topk.FLOAT32_END, nth + 65536)
+        third = (beyond - nth) // 3
+        nth, rest = topk.nth_largest(keys, wanted, there, nth, beyond, nth + third, beyond - third, topk.WIDE)
+        if rest < there:
+            ties = ((low == nth).to(tl.int32) << places) | ((high == nth).to(tl.int32) << (places + 8))
+            end = topk.end_of_ties(tl.sum(tl.sum(ties, 2), 1), rest)
+    return low, high, nth, end
 
 
 @triton.jit
@@ -80,45 +99,35 @@ def _mask_kernel(
 ):
     """The n channels, or whole blocks, of the largest scores [16 n_blocks]: one program."""
     block = tl.arange(0, T)
-    places = 4 * tl.arange(0, 4)[None, :, None] + tl.arange(0, 2)[None, None, :]
-    channel = block[:, None, None] * 16 + places
-    inside = (block < n_blocks)[:, None, None]
-    # channels 4i, 4i+1 and 4i+2, 4i+3 of a block: a tile [T, 4, 2] each
-    near = tl.load(score_ptr + channel, mask=inside, other=0.0)
-    far = tl.load(score_ptr + channel + 2, mask=inside, other=0.0)
+    # four channels each: all 16 of a block in one thread
+    quad = block[:, None] * 16 + tl.arange(0, 4)[None, :]
+    inside = (block < n_blocks)[:, None]
+    q0 = tl.load(score_ptr + quad, mask=inside, other=0.0)
+    q1 = tl.load(score_ptr + quad + 4, mask=inside, other=0.0)
+    q2 = tl.load(score_ptr + quad + 8, mask=inside, other=0.0)
+    q3 = tl.load(score_ptr + quad + 12, mask=inside, other=0.0)
     if WHOLE_BLOCKS:
-        near_even, near_odd = tl.split(near)
-        far_even, far_odd = tl.split(far)
-        fours = joined(joined(near_even, near_odd, NORM), joined(far_even, far_odd, NORM), NORM)
-        key = topk.score_key(tree(fours, NORM))
+        q0 = joined(tree(q0, NORM), tree(q1, NORM), NORM)
+        q2 = joined(tree(q2, NORM), tree(q3, NORM), NORM)
+        key = topk.score_key(joined(q0, q2, NORM))
         nth, wanted = topk.nth_score(key, n, n_blocks, tl.max(key, 0))
         kept = (key > nth) | ((key == nth) & (block < topk.end_of_equals(key == nth, wanted)))
-        near_kept = tl.broadcast_to(kept[:, None, None], near.shape)
-        far_kept = near_kept
+        low = tl.broadcast_to(kept[:, None, None], (T, 4, 2))
+        high = low
     else:
-        near = topk.score_key(near)
-        far = topk.score_key(far)
-        total = n_blocks * 16
-        # first by their upper halves, in pairs; then those that agree in it
-        near_upper = tl.minimum(near >> 16, 0x7F80)
-        far_upper = tl.minimum(far >> 16, 0x7F80)
-        guess = tl.max(tl.ravel(tl.maximum(near_upper, far_upper)), 0)
-        upper, wanted = topk.nth_magnitude(near_upper | (far_upper << 16), n, total, guess, KIND)
-        nth = upper << 16
-        end = total
-        if wanted < total:
-            near = tl.where(near_upper > upper, 0x7FFFFFFF, tl.where(near_upper < upper, -1, near))
-            far = tl.where(far_upper > upper, 0x7FFFFFFF, tl.where(far_upper < upper, -1, far))
-            bounded = tl.where(near == 0x7FFFFFFF, -1, near)
-            nth, wanted = _nth_of_few(bounded, tl.where(far == 0x7FFFFFFF, -1, far), wanted, total, nth, upper)
-            if wanted < total:
-                ties = ((near == nth).to(tl.int32) << places) | ((far == nth).to(tl.int32) << (places + 2))
-                ties = tl.where(inside, ties, 0)
-                end = topk.end_of_ties(tl.sum(tl.sum(ties, 2), 1), wanted)
-        near_kept = (near > nth) | ((near == nth) & (channel < end))
-        far_kept = (far > nth) | ((far == nth) & (channel + 2 < end))
-    tl.store(mask_ptr + channel, near_kept.to(tl.int8), mask=inside)
-    tl.store(mask_ptr + channel + 2, far_kept.to(tl.int8), mask=inside)
+        places = tl.arange(0, 4)[None, :, None] + 4 * tl.arange(0, 2)[None, None, :]
+        low = topk.score_key(tl.join(q0, q1))  # channels 0 to 7 of a block
+        high = topk.score_key(tl.join(q2, q3))  # 8 to 15
+        low, high, nth, end = _nth_and_end(low, high, places, inside, n, n_blocks * 16, KIND)
+        channel = block[:, None, None] * 16 + places
+        low = (low > nth) | ((low == nth) & (channel < end))
+        high = (high > nth) | ((high == nth) & (channel + 8 < end))
+    q0, q1 = tl.split(low.to(tl.int8))
+    q2, q3 = tl.split(high.to(tl.int8))
+    tl.store(mask_ptr + quad, q0, mask=inside)
+    tl.store(mask_ptr + quad + 4, q1, mask=inside)
+    tl.store(mask_ptr + quad + 8, q2, mask=inside)
+    tl.store(mask_ptr + quad + 12, q3, mask=inside)
 
 
 def batch_mask(x: Tensor, q1: Tensor, *, n: int, norm: int, whole_blocks: bool) -> Tensor:

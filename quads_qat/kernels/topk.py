@@ -129,9 +129,15 @@ def nth_largest(keys, n, total, low, high, a, b, KIND: tl.constexpr):
         center = low + (width.to(tl.float32) * share).to(tl.int32)
         margin = width // 16 + 1
         thirds = (width > 1024 * UNIT) | (step > PATIENCE)
-        far = (low == 0) & (width > 4096 * UNIT)
-        a = tl.where(far, high - 1536 * UNIT, tl.where(thirds, low + width // 3, center - margin))
-        b = tl.where(far, high - 768 * UNIT, tl.where(thirds, high - width // 3, center + margin + 1))
+        a = tl.where(thirds, low + width // 3, center - margin)
+        b = tl.where(thirds, high - width // 3, center + margin + 1)
+        # beyond the two keys to begin with: first a few octaves on, as far as keys go that are no outliers
+        above = (at_high == 0) & (width > 1024 * UNIT)
+        a = tl.where(above, low + 192 * UNIT, a)
+        b = tl.where(above, low + 385 * UNIT, b)
+        below = (low == 0) & (width > 4096 * UNIT)
+        a = tl.where(below, high - 1536 * UNIT, a)
+        b = tl.where(below, high - 768 * UNIT, b)
     return low, tl.where(at_low == n, total, n - at_high)
 
 

@@ -1,0 +1,67 @@
+"""The activation kernels compile ahead of time for sm_80, 90, 100 and 120 and keep subnormal numbers.
+
+From sm_90 on bf16 instructions compare pairs of keys; sm_80 has none.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quads_qat.kernels import residual, residual_batch, topk
+
+SIZES = dict.fromkeys(["n_blocks", "row_quads", "slices", "n", "rows", "words", "chunks", "k"], "i32")
+ROWS = {"PER_TOKEN": True, "NORM": 0, "N_OF_16": 0, "STORES_FIRST": True, "STORES_MASK": False, "ROW": 256}
+
+# kernel -> types of its pointers, and its compile-time arguments
+KERNELS = {
+    name: (
+        residual._rows_kernel,
+        "*bf16 *bf16 *i8 *bf16 *i8",
+        ROWS | {"SELECT": getattr(residual, name).value} | different,
+    )
+    for name, different in {
+        "NONE": {"SHARED": False, "STAGED": True, "TILE": 256},
+        "FIXED": {"SHARED": False, "STAGED": True, "TILE": 256, "STORES_FIRST": False},
+        "TOKEN": {"SHARED": True, "STAGED": False, "TILE": 64, "STORES_MASK": True},
+        "TOKEN_BLOCKS": {"SHARED": False, "STAGED": True, "TILE": 256, "NORM": 2},
+        "BLOCK": {"SHARED": True, "STAGED": False, "TILE": 64, "N_OF_16": 9, "PER_TOKEN": False},
+    }.items()
+} | {
+    "scores of chunks": (residual_batch._chunk_scores_kernel, "*bf16 *bf16 *fp32", {"NORM": 0, "TILE": 128}),
+    "total scores": (residual_batch._total_scores_kernel, "*fp32 *fp32", {"NORM": 1, "TILE": 128}),
+    "mask": (residual_batch._mask_kernel, "*fp32 *i8", {"NORM": 0, "WHOLE_BLOCKS": False, "T": 256}),
+    "mask of blocks": (residual_batch._mask_kernel, "*fp32 *i8", {"NORM": 2, "WHOLE_BLOCKS": True, "T": 256}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [(name, a) for name in KERNELS for a in ((80, 90, 100, 120) if name in ("TOKEN", "BLOCK") else (80, 120))],
+)
+def test_kernel_compiles(name: str, architecture: int):
+    kernel, pointers, constants = KERNELS[name]
+    if "KIND" in kernel.arg_names:
+        constants = constants | {"KIND": (topk.FAST if architecture >= 90 else topk.PAIRS).value}
+    types = iter(pointers.split())
+    signature = {a: "constexpr" if a in constants else SIZES.get(a) or next(types) for a in kernel.arg_names}
+    assert next(types, None) is None
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(a),): v for a, v in constants.items()})
+    options = {"num_warps": 8, "enable_fp_fusion": name != "scores of chunks"}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    assert f".target sm_{architecture}" in ptx
+    assert ".ftz" not in ptx, "flushes subnormal numbers, which the reference keeps"
+    if name == "scores of chunks":
+        assert "fma.rn.f32" not in ptx, "squares are rounded before they are added"
+    if name == "mask":
+        assert compiled.metadata.shared <= 4096, "blocks move between threads in each step of the search"
