@@ -317,7 +317,7 @@ def verify(
 @app.command()
 def inspect(directory: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")], as_json: Json = False) -> None:
     """Say what an NVFP4 checkpoint holds, and what is wrong with it. Exit code 1 if something is."""
-    from quads_qat.verify import inspect_checkpoint
+    from quads_qat.compare import inspect_checkpoint
 
     summary = inspect_checkpoint(directory)
     if as_json:
@@ -338,7 +338,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two NVFP4 checkpoints tensor by tensor. Exit code 1 if they differ."""
-    from quads_qat.verify import diff as compare
+    from quads_qat.compare import diff as compare
 
     rows = list(compare(a, b))
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, ops
-from quads_qat.autograd import fake_quantize_weight, group_amax
+from quads_qat.autograd import fake_quantize_weight
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
+from quads_qat.compare import difference, tensors_of
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
-from quads_qat.scale_groups import activation_key, group_key, whole
-from quads_qat.verify_config import announcement_differences, announcement_problems, as_config, model_differences
+from quads_qat.scale_groups import activation_key, whole
+from quads_qat.verify_config import announcement_differences, as_config, model_differences
 from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales
 
 
@@ -69,24 +70,6 @@ class Report:
         return self
 
 
-def difference(actual: Tensor, expected: Tensor) -> str | None:
-    """How two tensors differ in their bits (the sign of zero counts), or None."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return f"{actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}"
-    wrong = _bits(actual) != _bits(expected)
-    if not bool(wrong.any()):
-        return None
-    first = tuple(wrong.nonzero()[0].tolist())
-    count = int(wrong.sum())
-    values = f"{actual[first].item()} against {expected[first].item()}"
-    return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
-
-
-def _bits(t: Tensor) -> Tensor:
-    t = t.detach().cpu().contiguous()
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
-
-
 def verify(model: nn.Module, path: str | Path) -> Report:
     """Check that the weight which the trainer multiplies by is the weight in the checkpoint, bit for bit, every tensor.
 
@@ -120,7 +103,7 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         weight, fmt = disk.weight, disk.weight.format
         if weight.name not in trained:
             master = whole(root.get_parameter(weight.name).detach())
-            amax = group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], fmt)
+            amax = amax_of_group(conversion, weight)
             value = fake_quantize_weight(master, amax, fmt, fmt.export_dtype)
             trained = {weight.name: value.mT if fmt.transposed else value}
         values = cut(trained[weight.name], disk.expert, disk.rows).cpu()
@@ -180,8 +163,8 @@ def _most_common(values: list[Any]) -> int:
 def _find_unknown(report: Report, checkpoint: Checkpoint, plan: Plan, known: set[str], root: nn.Module) -> None:
     """Tensors of the checkpoint that are nothing of the model's."""
     scales = checkpoint.contract is None or not checkpoint.weights_only  # others' W4A16 files may hold some
-    known = known | {t for disk in plan.weights for t in _tensors_of(checkpoint, disk.name, input_scale=scales)}
-    known |= {t for name in report.differences if name.endswith(".weight") for t in _tensors_of(checkpoint, name)}
+    known = known | {t for disk in plan.weights for t in tensors_of(checkpoint, disk.name, input_scale=scales)}
+    known |= {t for name in report.differences if name.endswith(".weight") for t in tensors_of(checkpoint, name)}
     ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()  # MTP layers, say
     state = root.state_dict()
     for name in checkpoint.reader.names():
@@ -223,7 +206,7 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         for disk, tensor in zip(group, tensors, strict=True):
             expected = ops.fake_quantize(tensor, tensor_amax=amax, recipe=checkpoint.recipe)
             _compare_quantized(report, checkpoint, disk, expected, amax)
-    expected_names = {name for disk in plan.weights for name in _tensors_of(checkpoint, disk.name)}
+    expected_names = {name for disk in plan.weights for name in tensors_of(checkpoint, disk.name)}
     in_high_precision = {bias.source for bias in plan.biases} | {disk.source for disk in plan.weights}
     for bias in plan.biases:
         _compare(report, checkpoint.reader, bias.name, bias.of_source(reader.get(bias.source)))
@@ -281,115 +264,3 @@ def _compare(report: Report, reader: checkpoint_io.Reader, name: str, expected: 
     elif how := difference(reader.get(name), expected):
         report.differences[name] = how
     report.other += 1
-
-
-def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
-    """Compare two NVFP4 checkpoints of any dialects, weight by weight.
-
-    Yields:
-        One row per weight or other tensor that differs: ``name``, and for weights ``codes``, ``block_scales``,
-        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values) and, where they differ,
-        ``per_tensor_scale`` (what multiplies) and ``input_amax`` (what the activation scale stands for; None: there is
-        no such scale). A weight that cannot be read, and contracts that differ, are rows with a ``difference``.
-    """
-    first, second = Checkpoint.open(a), Checkpoint.open(b)
-    weights = [set(c.quantized()) for c in (first, second)]
-    for name in sorted(weights[0] ^ weights[1]):
-        yield {"name": name, "only_in": str(a if name in weights[0] else b)}
-    for name in sorted(weights[0] & weights[1]):
-        try:
-            qa, qb = first.read(name), second.read(name)
-            inputs = [None if amax is None else amax.item() for amax in (c.input_amax(name) for c in (first, second))]
-        except ValueError as error:
-            yield {"name": name, "difference": str(error)}
-            continue
-        if qa.shape != qb.shape:
-            yield {"name": name, "shapes": [list(qa.shape), list(qb.shape)]}
-            continue
-        va, vb = ops.dequantize(qa, torch.float32), ops.dequantize(qb, torch.float32)
-        row = {
-            "name": name,
-            "codes": int((qa.qdata & 0x0F != qb.qdata & 0x0F).sum() + (qa.qdata >> 4 != qb.qdata >> 4).sum()),
-            "block_scales": int((_bits(qa.block_scale) != _bits(qb.block_scale)).sum()),
-            "values": int((va != vb).sum()),
-            "max_abs": float((va - vb).abs().max()) if va.numel() else 0.0,
-        }
-        scales = [q.per_tensor_scale.item() for q in (qa, qb)]
-        if scales[0] != scales[1]:
-            row["per_tensor_scale"] = scales
-        if inputs[0] != inputs[1]:
-            row["input_amax"] = inputs
-        if len(row) > 5 or any(row[key] for key in ("codes", "block_scales", "values")):
-            yield row
-    if how := _contract_difference(first, second):
-        yield {"name": "config.json", "difference": how}
-    others = [set(c.reader.names()) - _quantized_tensors(c) for c in (first, second)]
-    for name in sorted(others[0] ^ others[1]):
-        yield {"name": name, "only_in": str(a if name in others[0] else b)}
-    for name in sorted(others[0] & others[1]):
-        if how := difference(first.reader.get(name), second.reader.get(name)):
-            yield {"name": name, "difference": how}
-
-
-def _contract_difference(first: Checkpoint, second: Checkpoint) -> str:
-    a, b = first.contract, second.contract
-    if a is None or b is None:
-        return "" if a is b else f"only the {'second' if a is None else 'first'} has a quads_qat entry"
-    found = a.differences(b) + ([f"rollout: {a.rollout} against {b.rollout}"] if a.rollout != b.rollout else [])
-    return "; ".join(found)
-
-
-def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What an NVFP4 checkpoint holds, from its files alone.
-
-    Returns:
-        ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, and ``problems``: scales
-        that are missing, zero or NaN, activation scales missing in part, fused weights whose scales differ.
-    """
-    checkpoint = Checkpoint.open(path)
-    problems = announcement_problems(checkpoint)
-    inputs: dict[str, dict[str, float]] = {}
-    scales: dict[str, dict[str, float]] = {}
-    elements = with_input = 0
-    weights = checkpoint.quantized()
-    for name in weights:
-        try:
-            amax = checkpoint.input_amax(name)
-            with_input += amax is not None
-            if amax is not None:
-                inputs.setdefault(group_key(name.removesuffix(".weight")), {})[name] = amax.item()
-            q = checkpoint.read(name)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        elements += q.shape.numel()
-        scales.setdefault(group_key(name.removesuffix(".weight")), {})[name] = q.per_tensor_scale.item()
-    for group, members in scales.items():
-        if len(set(members.values())) > 1:
-            problems.append(f"{group}: engines fuse these weights, but their per-tensor scales differ")
-    for group, members in inputs.items():
-        if len(set(members.values())) > 1:
-            problems.append(f"{group}: engines fuse these weights, but their activation scales differ")
-    if not checkpoint.weights_only and with_input < len(weights):
-        problems.append(
-            f"{len(weights) - with_input} of {len(weights)} weights of a W4A4 checkpoint have no activation scale"
-        )
-    return {
-        "dialect": checkpoint.dialect.value,
-        "recipe": f"{checkpoint.recipe}" + (" (assumed: the checkpoint does not say)" if checkpoint.foreign else ""),
-        "weights": "W4A16" if checkpoint.weights_only else "W4A4",
-        "quantized_weights": len(weights),
-        "quantized_elements": elements,
-        "other_tensors": len(set(checkpoint.reader.names()) - _quantized_tensors(checkpoint)),
-        "bytes": checkpoint.reader.nbytes(),
-        "problems": problems,
-    }
-
-
-def _quantized_tensors(checkpoint: Checkpoint) -> set[str]:
-    return {tensor for name in checkpoint.quantized() for tensor in _tensors_of(checkpoint, name)}
-
-
-def _tensors_of(checkpoint: Checkpoint, weight: str, *, input_scale: bool = True) -> tuple[str, ...]:
-    names = checkpoint.tensor_names(weight)
-    return (*names.weight, names.input_scale) if input_scale else names.weight

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
+from quads_qat.compare import inspect_checkpoint
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
 from quads_qat.contract import VERSION, Contract, RolloutPolicy, contract_of
 from quads_qat.residual import ResidualCompensatedLinear
-from quads_qat.verify import inspect_checkpoint
 
 SOURCE = CHECKPOINTS / "bf16" / "qwen3"
 IDS = torch.arange(6).view(1, 6)

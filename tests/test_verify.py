@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
 from quads_qat import Dialect, Recipe
+from quads_qat.compare import inspect_checkpoint
 from quads_qat.scale_groups import FUSED_LINEARS
-from quads_qat.verify import VerificationError, inspect_checkpoint
+from quads_qat.verify import VerificationError
 
 SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
 IDS = torch.randint(0, 120, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -330,6 +331,19 @@ def test_checkpoints_that_peers_wrote(fixture: str, recipe: Recipe) -> None:
 def test_the_dialects_of_one_model_do_not_differ(checkpoint: Any) -> None:
     for activations in ("none", "observed"):
         assert list(qq.diff(*(checkpoint(dialect, activations) for dialect in Dialect))) == []
+
+
+def test_stacks_and_single_experts_are_compared(tmp_path: Path) -> None:
+    """ModelOpt keeps gpt-oss' experts in one tensor, compressed-tensors has one for each."""
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / "gpt_oss"), "w4a16")
+    paths = [tmp_path / dialect for dialect in Dialect]
+    for dialect, path in zip(Dialect, paths, strict=True):
+        qq.export_checkpoint(model, path, dialect=dialect)
+    assert all(row["name"].endswith("bias") and "only_in" in row for row in qq.diff(*paths))  # split in one, too
+    name = "model.layers.1.mlp.experts.2.up_proj.weight_packed"
+    damaged = rewritten(paths[1], tmp_path / "damaged", {name: flip(tensors(paths[1])[name])})
+    (row,) = [row for row in qq.diff(paths[0], damaged) if "codes" in row]
+    assert (row["name"], row["codes"], row["block_scales"]) == ("model.layers.1.mlp.experts.gate_up_proj", 1, 0)
 
 
 @dialects

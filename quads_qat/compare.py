@@ -1,0 +1,185 @@
+"""Two checkpoints compared tensor by tensor, and what one checkpoint holds: from files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads_qat import ops
+from quads_qat.checkpoint_plan import DiskWeight
+from quads_qat.load import Checkpoint, by_parameter, read_parameter, shared_input_amax
+from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import group_key
+from quads_qat.skeleton import skeleton
+from quads_qat.verify_config import announcement_problems
+
+
+def difference(actual: Tensor, expected: Tensor) -> str | None:
+    """How two tensors differ in their bits (the sign of zero counts), or None."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}"
+    wrong = _bits(actual) != _bits(expected)
+    if not bool(wrong.any()):
+        return None
+    first = tuple(wrong.nonzero()[0].tolist())
+    count = int(wrong.sum())
+    values = f"{actual[first].item()} against {expected[first].item()}"
+    return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
+
+
+def _bits(t: Tensor) -> Tensor:
+    t = t.detach().cpu().contiguous()
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
+    """Compare two NVFP4 checkpoints of any dialects, weight by weight.
+
+    Yields:
+        One row per weight or other tensor that differs: ``name``, and for weights ``codes``, ``block_scales``,
+        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values) and, where they differ,
+        ``per_tensor_scale`` (what multiplies) and ``input_amax`` (what the activation scale stands for; None: there is
+        no such scale). A weight that cannot be read, and contracts that differ, are rows with a ``difference``.
+    """
+    first, second = Checkpoint.open(a), Checkpoint.open(b)
+    weights = [set(c.quantized()) for c in (first, second)]
+    together = _stacks(first, second) if weights[0] != weights[1] else {}
+    inside = [{disk.name for parts in together.values() for disk in parts[i]} for i in (0, 1)]
+    weights = [found - stacked for found, stacked in zip(weights, inside, strict=True)]
+    for name in sorted(weights[0] ^ weights[1]):
+        yield {"name": name, "only_in": str(a if name in weights[0] else b)}
+    for name in sorted({*(weights[0] & weights[1]), *together}):
+        try:
+            if name in together:
+                (qa, ia), (qb, ib) = (
+                    _whole(c, parts) for c, parts in zip((first, second), together[name], strict=True)
+                )
+            else:
+                (qa, ia), (qb, ib) = ((c.read(name), c.input_amax(name)) for c in (first, second))
+        except ValueError as error:
+            yield {"name": name, "difference": str(error)}
+            continue
+        if row := _row(name, (qa, qb), (ia, ib)):
+            yield row
+    if how := _contract_difference(first, second):
+        yield {"name": "config.json", "difference": how}
+    others = [set(c.reader.names()) - quantized_tensors(c) for c in (first, second)]
+    for name in sorted(others[0] ^ others[1]):
+        yield {"name": name, "only_in": str(a if name in others[0] else b)}
+    for name in sorted(others[0] & others[1]):
+        if how := difference(first.reader.get(name), second.reader.get(name)):
+            yield {"name": name, "difference": how}
+
+
+def _row(name: str, pair: tuple[NVFP4Tensor, NVFP4Tensor], inputs: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    """What differs; empty if nothing does."""
+    a, b = pair
+    if a.shape != b.shape:
+        return {"name": name, "shapes": [list(a.shape), list(b.shape)]}
+    va, vb = (ops.dequantize(q, torch.float32) for q in pair)
+    row = {
+        "name": name,
+        "codes": int((a.qdata & 0x0F != b.qdata & 0x0F).sum() + (a.qdata >> 4 != b.qdata >> 4).sum()),
+        "block_scales": int((_bits(a.block_scale) != _bits(b.block_scale)).sum()),
+        "values": int((va != vb).sum()),
+        "max_abs": float((va - vb).abs().max()) if va.numel() else 0.0,
+    }
+    scales = [q.per_tensor_scale.flatten().unique().tolist() for q in pair]
+    if scales[0] != scales[1]:
+        row["per_tensor_scale"] = [found[0] if len(found) == 1 else found for found in scales]
+    amaxes = [None if amax is None else amax.item() for amax in inputs]
+    if amaxes[0] != amaxes[1]:
+        row["input_amax"] = amaxes
+    return row if len(row) > 5 or row["codes"] or row["block_scales"] or row["values"] else {}
+
+
+_Parts = tuple[list[DiskWeight], list[DiskWeight]]
+
+
+def _stacks(first: Checkpoint, second: Checkpoint) -> dict[str, _Parts]:
+    """Parameters that one checkpoint holds as a 3-D stack and the other expert by expert, and their parts in each."""
+    if not any(name.endswith("_proj") for c in (first, second) for name in c.quantized()):
+        return {}
+    plans = []
+    for checkpoint in (first, second):
+        model = skeleton(checkpoint.reader.path, checkpoint.reader.names())
+        plans.append(by_parameter(checkpoint.plan(model)[1]))
+    both = [name for name in plans[0] if name in plans[1]]
+    return {n: (plans[0][n], plans[1][n]) for n in both if len(plans[0][n]) != len(plans[1][n])}
+
+
+def _whole(checkpoint: Checkpoint, parts: list[DiskWeight]) -> tuple[NVFP4Tensor, Tensor | None]:
+    """A parameter put together from its parts."""
+    model = skeleton(checkpoint.reader.path, checkpoint.reader.names())
+    q = read_parameter(checkpoint, model.get_parameter(parts[0].weight.name), parts)
+    return q, shared_input_amax(checkpoint, parts, required=False)
+
+
+def _contract_difference(first: Checkpoint, second: Checkpoint) -> str:
+    a, b = first.contract, second.contract
+    if a is None or b is None:
+        return "" if a is b else f"only the {'second' if a is None else 'first'} has a quads_qat entry"
+    found = a.differences(b) + ([f"rollout: {a.rollout} against {b.rollout}"] if a.rollout != b.rollout else [])
+    return "; ".join(found)
+
+
+def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
+    """What an NVFP4 checkpoint holds, from its files alone.
+
+    Returns:
+        ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, and ``problems``: scales
+        that are missing, zero or NaN, activation scales missing in part, fused weights whose scales differ.
+    """
+    checkpoint = Checkpoint.open(path)
+    problems = announcement_problems(checkpoint)
+    inputs: dict[str, dict[str, float]] = {}
+    scales: dict[str, dict[str, float]] = {}
+    elements = with_input = 0
+    weights = checkpoint.quantized()
+    for name in weights:
+        try:
+            amax = checkpoint.input_amax(name)
+            with_input += amax is not None
+            if amax is not None:
+                inputs.setdefault(group_key(name.removesuffix(".weight")), {})[name] = amax.item()
+            q = checkpoint.read(name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        elements += q.shape.numel()
+        scales.setdefault(group_key(name.removesuffix(".weight")), {})[name] = q.per_tensor_scale.item()
+    for group, members in scales.items():
+        if len(set(members.values())) > 1:
+            problems.append(f"{group}: engines fuse these weights, but their per-tensor scales differ")
+    for group, members in inputs.items():
+        if len(set(members.values())) > 1:
+            problems.append(f"{group}: engines fuse these weights, but their activation scales differ")
+    if not checkpoint.weights_only and with_input < len(weights):
+        problems.append(
+            f"{len(weights) - with_input} of {len(weights)} weights of a W4A4 checkpoint have no activation scale"
+        )
+    return {
+        "dialect": checkpoint.dialect.value,
+        "recipe": f"{checkpoint.recipe}" + (" (assumed: the checkpoint does not say)" if checkpoint.foreign else ""),
+        "weights": "W4A16" if checkpoint.weights_only else "W4A4",
+        "quantized_weights": len(weights),
+        "quantized_elements": elements,
+        "other_tensors": len(set(checkpoint.reader.names()) - quantized_tensors(checkpoint)),
+        "bytes": checkpoint.reader.nbytes(),
+        "problems": problems,
+    }
+
+
+def quantized_tensors(checkpoint: Checkpoint) -> set[str]:
+    """Names of all tensors of quantized weights."""
+    return {tensor for name in checkpoint.quantized() for tensor in tensors_of(checkpoint, name)}
+
+
+def tensors_of(checkpoint: Checkpoint, weight: str, *, input_scale: bool = True) -> tuple[str, ...]:
+    """Names of the tensors of one quantized weight."""
+    names = checkpoint.tensor_names(weight)
+    return (*names.weight, names.input_scale) if input_scale else names.weight
