@@ -3,6 +3,7 @@
 from quads_qat import ops, reference
 from quads_qat.autograd import fake_quantize_ste
 from quads_qat.buckets import bucketed, unbucketed
+from quads_qat.compare import diff
 from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Scope
 from quads_qat.contract import Contract, contract_of
 from quads_qat.convert import (
@@ -24,7 +25,7 @@ from quads_qat.received import weight_digests
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
 from quads_qat.state import calibrate, load_quant_state_dict, observe_activations, quant_state_dict
 from quads_qat.tensor_parallel import check_tp
-from quads_qat.verify import VerificationError, diff, verify, verify_checkpoint
+from quads_qat.verify import VerificationError, verify, verify_checkpoint
 from quads_qat.weight_stream import export_metadata, export_weights
 from quads_qat.weight_sync import SyncReport, update_weights
 
