@@ -92,6 +92,7 @@ def _native_matmul_meta(
 _native_matmul_op = library._define("native_matmul", _native_matmul, _native_matmul_meta)
 
 
+@torch.compiler.assume_constant_result
 @lru_cache
 def _multiplies_fp4(device: torch.device) -> bool:
     """Whether tensor cores take NVFP4 operands as they are: sm_100, sm_120."""

@@ -178,7 +178,7 @@ def to_tensor_core_order(x: Tensor, second: Tensor | None = None, pdl: bool = Fa
     terms = 1 if second is None else 2
     out = torch.empty(terms, m, k, dtype=x.dtype, device=x.device)
     tile = 1024
-    grid = terms * m, triton.cdiv(k, tile)
+    grid = terms * m, -(-k // tile)
     pdl_option = {"launch_pdl": True} if pdl else {}
     both = x, x if second is None else second
     _order_kernel[grid](*both, out, k, x.stride(0), m, PDL=pdl, TILE=tile, num_warps=4, **pdl_option)

@@ -6,6 +6,8 @@ cost nothing. A grid covers the most tiles that any split of the rows can need; 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -14,17 +16,18 @@ from torch import Tensor
 from quads_qat.config import Recipe
 from quads_qat.kernels.decode import RUN
 from quads_qat.kernels.dequantize import dequantize
-from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, prepared
+from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, prepared, tiles_of
 
 MOST_MEAN_ROWS = 256
 
 
+@lru_cache(maxsize=4096)
 def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide | None:
     """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert.
 
     None: decode all of W once, then multiply in bf16.
     """
-    mean = terms * triton.cdiv(m, max(1, min(experts, m)))
+    mean = terms * tiles_of(m, max(1, min(experts, m)))
     if mean >= terms * MOST_MEAN_ROWS and not ordered:
         return None
     if not ordered and (mean <= 8 or k % RUN):
@@ -84,7 +87,7 @@ def grouped_matmul(
     x, second = prepared(x, second, config, ordered, device_of(x)[1])
     used = min(experts, m)
     tiles = used + (m - used) // config.height(terms)  # every expert with rows has a tile, and one more when it is full
-    grid = triton.cdiv(n, config.rows), tiles
+    grid = tiles_of(n, config.rows), tiles
     launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
     return y
 

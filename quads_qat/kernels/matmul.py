@@ -77,6 +77,11 @@ class Wide:
         return self.columns // 2 if self.stacked else self.columns
 
 
+def tiles_of(size: int, tile: int) -> int:
+    """How many tiles cover ``size``. Triton's ``cdiv`` takes microseconds on the host."""
+    return -(-size // tile)
+
+
 MOST_NARROW_COLUMNS = 16
 MOST_STACKED_COLUMNS = 128
 _ROWS_OF_ONE_PRODUCT = 4096  # with fewer, to write W twice costs more than to add fp32 results
@@ -119,8 +124,8 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     elif n >= 16384 and accumulated == 128:
         rows, warps = 256, 16
     blocks = 16 if accumulated <= 64 else 8
-    tiles = triton.cdiv(n, rows) * triton.cdiv(2 * m if stacked else m, columns)
-    steps = -(-(k // 16) // blocks)
+    tiles = tiles_of(n, rows) * tiles_of(2 * m if stacked else m, columns)
+    steps = tiles_of(k // 16, blocks)
     target = 4 * processors if columns == 16 else processors
     splits = min(4, steps, max(1, target // tiles))
     return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
@@ -217,7 +222,7 @@ def matmul(
         return _decode_and_multiply(x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, recipe, dtype)
     x, second = prepared(x, second, config, ordered, pdl)
     y = torch.empty(m, n, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(n, config.rows),)
+    grid = (tiles_of(n, config.rows),)
     launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, None, y, assembly)
     return y
 
@@ -302,8 +307,8 @@ def launch(
             **options,
         )
         return
-    tiles = grid[0] * (grid[1] if len(grid) > 1 else triton.cdiv(m, config.height(terms)))
-    steps = triton.cdiv(blocks, config.blocks)
+    tiles = grid[0] * (grid[1] if len(grid) > 1 else tiles_of(m, config.height(terms)))
+    steps = tiles_of(blocks, config.blocks)
     if config.splits > 1:
         size = tiles * config.splits * config.rows * config.height(terms)
         workspace, counter = torch.empty(size, device=x.device), counters(x.device, tiles)
@@ -317,7 +322,7 @@ def launch(
         n,
         blocks,
         groups,
-        triton.cdiv(steps, config.splits),
+        tiles_of(steps, config.splits),
         x.stride(0),
         EVEN=n % config.rows == 0 and blocks % config.blocks == 0,
         **options,
