@@ -39,6 +39,9 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable JSON object instead of tables.")]
 Names = Annotated[list[str] | None, typer.Option(help="Module name, glob or re:regex; may be given several times.")]
 
@@ -170,9 +173,7 @@ def quantize(
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: one a core, at most 8.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     max_shard_size: Annotated[str, typer.Option(help="Size of an output file.")] = "5GB",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Quantize a BF16 checkpoint into an NVFP4 one, however large. Run it again to continue after an interruption."""
@@ -242,6 +243,7 @@ def dequantize(
     source: Annotated[Path, typer.Argument(help="NVFP4 checkpoint of either dialect, ours or others'.")],
     destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: config.json's.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Turn an NVFP4 checkpoint into a plain one, in the names that transformers loads."""
@@ -251,7 +253,13 @@ def dequantize(
 
     chosen = None if dtype is None else getattr(torch, dtype, dtype)
     with _progress_of(source) as progress:
-        dequantize_checkpoint(source, destination, dtype=chosen, progress=progress)  # pyright: ignore[reportArgumentType]
+        dequantize_checkpoint(
+            source,
+            destination,
+            dtype=chosen,  # pyright: ignore[reportArgumentType]
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
     _say_written(destination, as_json)
 
 
@@ -260,13 +268,14 @@ def convert_dialect(
     source: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
     destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
     dialect: Annotated[Dialect, typer.Option(help="Which names and config engines find.")],
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Write an NVFP4 checkpoint in the other dialect, without quantizing anew; refused where that would change bits."""
     from quads_qat.recode import convert_dialect as convert
 
     with _progress_of(source) as progress:
-        convert(source, destination, dialect=dialect, progress=progress)
+        convert(source, destination, dialect=dialect, trust_remote_code=trust_remote_code, progress=progress)
     _say_written(destination, as_json)
 
 

@@ -36,6 +36,7 @@ def dequantize_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write an NVFP4 checkpoint of either dialect as a plain one, in the names that transformers loads.
@@ -50,6 +51,7 @@ def dequantize_checkpoint(
         dtype: of the decoded weights, bfloat16, float16 or float32; None: config.json's. With Recipe.ALIGNED, bf16
             holds every weight exactly.
         shard_bytes: size of a shard.
+        trust_remote_code: run the model code that the source brings, where transformers has none.
         progress: called with (done, total) bytes of the source.
 
     Raises:
@@ -63,7 +65,7 @@ def dequantize_checkpoint(
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dequantize: dtype must be bfloat16, float16 or float32, got {dtype}")
     checkpoint = Checkpoint.open(source)
-    model = skeleton(source, checkpoint.reader.names(), dtype)
+    model = skeleton(source, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     dtype = dtype or next(model.get_parameter(name).dtype for name in conversion.weights)
     recoded = _Recoded(checkpoint, plan)
@@ -93,6 +95,7 @@ def convert_dialect(
     *,
     dialect: Dialect | str,
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Write an NVFP4 checkpoint in the other dialect: the same codes and block scales, and scales that decode alike.
@@ -105,6 +108,7 @@ def convert_dialect(
         destination: directory to make; it must not exist. It appears when everything is written.
         dialect: which one to write.
         shard_bytes: size of a shard.
+        trust_remote_code: run the model code that the source brings, where transformers has none.
         progress: called with (done, total) bytes of the source.
 
     Raises:
@@ -116,7 +120,7 @@ def convert_dialect(
         raise ValueError(f"{source} is in the {dialect} dialect already")
     _require_exact(checkpoint, dialect)
     checkpoint.recipe = Recipe.ALIGNED  # which every power of two decodes like
-    model = skeleton(source, checkpoint.reader.names())
+    model = skeleton(source, checkpoint.reader.names(), trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     target = disk_plan(model, conversion, dialect)
     names, weights_only = [disk.name for disk in target.weights], checkpoint.weights_only

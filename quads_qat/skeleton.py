@@ -37,8 +37,9 @@ def skeleton(
 
     try:
         config = architecture.config_class.from_pretrained(str(path))
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        for entry in ("quantization_config", "quads_qat"):  # of the checkpoint, not of the model
+            if hasattr(config, entry):
+                delattr(config, entry)
         with _parameters_on_meta():
             model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
     except Exception as error:  # whatever one of transformers' configs or models raises

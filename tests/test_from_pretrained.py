@@ -174,6 +174,25 @@ def test_generation() -> None:
     assert torch.equal(load(MOE).generate(IDS, **options), expected.generate(IDS, **options))
 
 
+def test_no_contract_outlives_its_weights(tmp_path: Path) -> None:
+    qq.quantize_checkpoint(CHECKPOINTS / "bf16" / "qwen3", tmp_path / "nvfp4")
+    loaded = load(tmp_path / "nvfp4", quantization_config=ModelOptConfig(dequantize=True))
+    for i, model in enumerate([loaded, qq.load_model(tmp_path / "nvfp4")]):
+        model.save_pretrained(tmp_path / str(i))  # pyright: ignore[reportCallIssue]
+        assert not {"quads_qat", "quantization_config"} & config(tmp_path / str(i)).keys()
+
+
+def test_a_snapshot_of_links(tmp_path: Path) -> None:
+    """The Hub's cache: every file is a link to a blob."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for i, file in enumerate(sorted(MOE.iterdir())):
+        shutil.copy(file, tmp_path / "blobs" / str(i))
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / str(i))
+    assert torch.equal(logits(load(tmp_path / "snapshot")), reference_logits())
+    assert_same_state(qq.load_model(tmp_path / "snapshot"), qq.load_model(MOE))
+
+
 # Refusals.
 
 

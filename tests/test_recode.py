@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,15 @@ def test_nothing_half_written_stays(dialect: Dialect, checkpoint: Any, tmp_path:
     for make in (dequantize_checkpoint, lambda a, b: convert_dialect(a, b, dialect=OTHER[dialect])):
         with pytest.raises(ValueError, match="exists already; remove it or choose another destination"):
             make(path, damaged)
+
+
+def test_a_full_disk_is_known_before_it_is_full(checkpoint: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    path, usage = checkpoint("qwen3moe", "modelopt"), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    for make in (dequantize_checkpoint, lambda a, b: convert_dialect(a, b, dialect="compressed-tensors")):
+        with pytest.raises(ValueError, match=r"out: needs about 0\.0 GB, 0\.0 GB are free there"):
+            make(path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 # Requantizing what was dequantized.

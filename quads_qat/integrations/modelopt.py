@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from quads_qat import ops
 from quads_qat.checkpoint_plan import DiskWeight, cut
 from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig
+from quads_qat.contract import KEY
 from quads_qat.conversion import Weight
 from quads_qat.convert import install, install_packed
 from quads_qat.load import Checkpoint, by_parameter, read_parameter, read_part, rollout_policy, shared_input_amax
@@ -173,6 +174,8 @@ class ModelOptQuantizer(HfQuantizer):
                 self._fill(model, weight, parts)
         if not self.quantization_config.dequantize:
             model.requires_grad_(False)
+        elif hasattr(model.config, KEY):  # it would be saved with weights that nothing vouches for
+            delattr(model.config, KEY)
         del self.checkpoint, self.parts
         return model
 
