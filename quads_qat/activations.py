@@ -38,11 +38,15 @@ def quantize_activation(
     mask: Tensor | None,
     return_mask: bool,
     backend: str,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The operator with enums in place of strings: ``(terms [T, ..., K], mask [..., K] or empty)``."""
+    """The operator with enums in place of strings: ``(terms [T, ..., K], mask [..., K] or empty)``.
+
+    ``ordered``: K of the terms is in the tensor-core order of ``kernels.decode``; K % 64 == 0.
+    """
     config = (None, 0.0, "l2", 1) if residual is None else _plain(residual)
     recipe, scale = activation.recipe.value, activation.scale.value
-    return _operator(x, input_amax, mask, recipe, scale, *config, return_mask, backend)
+    return _operator(x, input_amax, mask, recipe, scale, *config, return_mask, backend, ordered)
 
 
 def _plain(residual: ResidualConfig) -> tuple[str, float, str, int]:
@@ -73,15 +77,17 @@ def _quantize_activation(
     granularity: int,
     return_mask: bool,
     backend: str = "reference",
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     activation = _format(recipe, scale)
     residual = _config(scope, fraction, norm, granularity)
     residual = residual if count_of_terms(residual, x.shape[-1]) == 2 else None
     if backend == "triton" and _fits_the_kernel(x, activation):
-        terms, chosen = _by_kernel(x, activation, residual, mask, return_mask)
+        terms, chosen = _by_kernel(x, activation, residual, mask, return_mask, ordered)
     else:
         by = _by_parts if backend == "triton" else _by_reference
         terms, chosen = by(x, activation, residual, input_amax, mask)
+        terms = _in_tensor_core_order(terms) if ordered else terms
     if not return_mask or chosen is None:
         return terms, torch.empty(0, dtype=torch.bool, device=x.device)
     return terms, chosen.expand(x.numel() // x.shape[-1] if x.numel() else 0, x.shape[-1]).reshape(x.shape).clone()
@@ -99,6 +105,7 @@ def _quantize_activation_meta(
     granularity: int,
     return_mask: bool,
     backend: str = "reference",
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     count = count_of_terms(_config(scope, fraction, norm, granularity), x.shape[-1])
     terms = x.new_empty((count, *x.shape), dtype=values_dtype(Recipe(recipe)))
@@ -153,6 +160,13 @@ def _by_parts(
     return torch.stack([q1, q2]), chosen
 
 
+def _in_tensor_core_order(terms: Tensor) -> Tensor:
+    """Number 16 t + 8 i + 4 h + q of each run of 64 moves to 32 i + 8 q + 2 t + h."""
+    runs = terms.unflatten(-1, (-1, 4, 2, 2, 4))  # t, i, h, q
+    *lead, t, i, h, q = range(runs.ndim)
+    return runs.permute(*lead, i, q, t, h).reshape(terms.shape)
+
+
 def _fits_the_kernel(x: Tensor, activation: ActivationFormat) -> bool:
     from quads_qat.kernels.residual import LONGEST_ROW
 
@@ -161,10 +175,15 @@ def _fits_the_kernel(x: Tensor, activation: ActivationFormat) -> bool:
 
 
 def _by_kernel(
-    x: Tensor, activation: ActivationFormat, residual: ResidualConfig | None, mask: Tensor | None, return_mask: bool
+    x: Tensor,
+    activation: ActivationFormat,
+    residual: ResidualConfig | None,
+    mask: Tensor | None,
+    return_mask: bool,
+    ordered: bool,
 ) -> tuple[Tensor, Tensor | None]:
     from quads_qat.kernels.activation import activation_terms
 
     amax = library.amax([x], None, "triton") if activation.scale is ActivationScale.PER_TENSOR else None
-    terms, chosen = activation_terms(x.reshape(-1, x.shape[-1]), amax, residual, mask, return_mask)
+    terms, chosen = activation_terms(x.reshape(-1, x.shape[-1]), amax, residual, mask, return_mask, ordered)
     return terms.view(terms.shape[0], *x.shape), chosen

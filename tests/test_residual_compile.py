@@ -30,11 +30,11 @@ KERNELS = {
         ROWS | {"SELECT": getattr(residual, name).value} | different,
     )
     for name, different in {
-        "NONE": {"SHARED": False, "STAGED": True, "TILE": 256},
-        "FIXED": {"SHARED": False, "STAGED": True, "TILE": 256, "STORES_FIRST": False},
-        "TOKEN": {"SHARED": True, "STAGED": False, "TILE": 64, "STORES_MASK": True},
-        "TOKEN_BLOCKS": {"SHARED": False, "STAGED": True, "TILE": 256, "NORM": 2},
-        "BLOCK": {"SHARED": True, "STAGED": False, "TILE": 64, "N_OF_16": 9, "PER_TOKEN": False},
+        "NONE": {"SHARED": False, "LAYOUT": 1, "TILE": 256},
+        "FIXED": {"SHARED": False, "LAYOUT": 2, "TILE": 256, "STORES_FIRST": False},
+        "TOKEN": {"SHARED": True, "LAYOUT": 0, "TILE": 64, "STORES_MASK": True},
+        "TOKEN_BLOCKS": {"SHARED": False, "LAYOUT": 1, "TILE": 256, "NORM": 2},
+        "BLOCK": {"SHARED": True, "LAYOUT": 0, "TILE": 64, "N_OF_16": 9, "PER_TOKEN": False},
     }.items()
 } | {
     "scores of chunks": (residual_batch._chunk_scores_kernel, "*bf16 *bf16 *fp32", {"NORM": 0, "TILE": 128}),

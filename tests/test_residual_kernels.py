@@ -166,17 +166,40 @@ def test_batch_scope_adds_rows_in_the_contract_s_order(rows: int, norm: str, gra
 
 
 @pytest.mark.parametrize("select", ["NONE", "FIXED", "TOKEN", "TOKEN_BLOCKS", "BLOCK"])
-@pytest.mark.parametrize(("tile", "staged"), [(2, False), (4, True)] if CUDA else [(4, True)])
-def test_programs_that_share_a_row_give_the_bits_of_one(select: str, tile: int, staged: bool):
+@pytest.mark.parametrize(("tile", "layout"), [(2, 0), (4, 1)] if CUDA else [(4, 1)])
+def test_programs_that_share_a_row_give_the_bits_of_one(select: str, tile: int, layout: int):
     x = noise(1, 6 * 16, "ties").to(DEVICE)
     mask = torch.arange(96, device=DEVICE) % 3 == 0
     number = getattr(kernels, select).value
     arguments = {"select": number, "n": 3, "mask": mask, "return_mask": number > 0}
-    whole, wanted = kernels.rows(x, **arguments, config=(8, 1, False))
-    shared, found = kernels.rows(x, **arguments, config=(tile, 1, staged))
+    whole, wanted = kernels.rows(x, **arguments, config=(8, 1, 0))
+    shared, found = kernels.rows(x, **arguments, config=(tile, 1, layout))
     assert_same_bits(shared, whole)
     if wanted is not None and found is not None:
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("tile", [4, 8])
+def test_tensor_core_order(tile: int):
+    """Number 16 t + 8 i + 4 h + q of a run of 64 lies at 32 i + 8 q + 2 t + h."""
+    x = noise(1, 5 * 64).to(DEVICE)
+    arguments = {"select": kernels.ALL.value, "return_mask": True}
+    plain, _ = kernels.rows(x, **arguments)
+    ordered, mask = kernels.rows(x, **arguments, ordered=True, config=(tile, 1, 0))
+    runs = plain.view(2, 1, 5, 4, 2, 2, 4)  # t, i, h, q
+    assert_same_bits(ordered, runs.permute(0, 1, 2, 4, 6, 3, 5).reshape(plain.shape))
+    assert mask is not None
+    assert mask.all()
+
+
+@pytest.mark.parametrize("scope", ["token", "block", "batch"])
+def test_terms_in_tensor_core_order_have_the_reference_s_bits(scope: str):
+    x, residual = noise(2, 64, "ties").to(DEVICE), ResidualConfig(fraction=0.3, scope=scope)
+    both = [
+        activations.quantize_activation(x, PER_TOKEN, residual, None, None, False, backend, ordered=True)[0]
+        for backend in ("triton", "reference")
+    ]
+    assert_same_bits(*both)
 
 
 def test_counting_without_bf16_instructions_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch):

@@ -36,6 +36,11 @@ L1 = tl.constexpr(1)
 MAX = tl.constexpr(2)
 
 
+DIRECT = tl.constexpr(0)  # each thread writes its blocks, two pieces each
+STAGED = tl.constexpr(1)  # threads exchange words first, so that neighbours write neighbours
+ORDERED = tl.constexpr(2)  # likewise, and K is in the tensor-core order of ``decode``; K % 64 == 0
+
+
 # ---------------------------------------------------------------------------------------------------------- arithmetic
 
 _LARGER = tl.constexpr("max.NaN.bf16x2 $0, $1, $2;")
@@ -188,17 +193,34 @@ def _load(pointer, start, block, n_blocks):
 
 
 @triton.jit
-def _store(pointer, start, block, n_blocks, words, STAGED: tl.constexpr):
-    """The inverse of ``_load``; STAGED exchanges words between threads first, so that neighbours write neighbours."""
+def _store(pointer, start, block, n_blocks, words, LAYOUT: tl.constexpr):
+    """The inverse of ``_load``, see DIRECT, STAGED and ORDERED."""
     inside = (block < n_blocks)[:, None]
-    if STAGED:
+    if LAYOUT == STAGED:
         words = tl.reshape(tl.permute(words, (0, 2, 1)), (block.shape[0], 8))
         tl.store(pointer + start + block[:, None] * 8 + tl.arange(0, 8)[None, :], words, mask=inside)
+    elif LAYOUT == ORDERED:
+        RUNS: tl.constexpr = block.shape[0] // 4
+        run = tl.min(tl.reshape(block, (RUNS, 4)), 1) // 4
+        offs = start + run[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(pointer + offs, _in_tensor_core_order(words), mask=(run * 4 < n_blocks)[:, None])
     else:
         half = pointer + start + block[:, None] * 8 + tl.arange(0, 4)[None, :]
         first, second = tl.split(words)
         tl.store(half, first, mask=inside)
         tl.store(half + 4, second, mask=inside)
+
+
+@triton.jit
+def _in_tensor_core_order(words):
+    """Words [T, 4, 2] -> [T / 4, 32]: number 16 t + 8 i + 4 h + q of 64 at 32 i + 8 q + 2 t + h, see ``decode``."""
+    T: tl.constexpr = words.shape[0]
+    # numbers q and q + 4 of a half become a pair: words 0 and 2 make q = 0 and 1, words 1 and 3 make 2 and 3
+    a, b = tl.split(tl.permute(tl.reshape(words, (T, 2, 2, 2)), (0, 2, 3, 1)))  # [T, which two, i]
+    low = (a & 0xFFFF) | (b << 16)
+    high = ((a >> 16) & 0xFFFF) | (b & HIGH)
+    pairs = tl.permute(tl.join(low, high), (0, 2, 1, 3))  # [T, i, which two, h of q]
+    return tl.reshape(tl.permute(tl.reshape(pairs, (T // 4, 4, 2, 4)), (0, 2, 3, 1)), (T // 4, 32))
 
 
 @triton.jit
@@ -311,7 +333,7 @@ def _rows_kernel(
     STORES_FIRST: tl.constexpr,
     STORES_MASK: tl.constexpr,
     SHARED: tl.constexpr,
-    STAGED: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ROW: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -341,7 +363,7 @@ def _rows_kernel(
 
     q1, rest = _first(x, largest, p)
     if STORES_FIRST:
-        _store(terms_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q1, STAGED)
+        _store(terms_ptr.to(tl.pointer_type(tl.int32)), out_start, block, n_blocks, q1, LAYOUT)
     if SELECT != NONE:
         if SHARED and RANKS:
             _, row = _first(row, row_largest, p)
@@ -361,10 +383,10 @@ def _rows_kernel(
         rest = rest & kept
         q2 = _second(rest, _largest_bits(rest), p)
         second = (tl.num_programs(0) // slices).to(tl.int64) * (n_blocks * 8) + out_start
-        _store(terms_ptr.to(tl.pointer_type(tl.int32)), second, block, n_blocks, q2, STAGED)
+        _store(terms_ptr.to(tl.pointer_type(tl.int32)), second, block, n_blocks, q2, LAYOUT)
         if STORES_MASK:
             bytes_ = ((kept & 1) | ((kept >> 8) & 0x100)).to(tl.int16)
-            _store(kept_ptr.to(tl.pointer_type(tl.int16)), out_start, block, n_blocks, bytes_, STAGED)
+            _store(kept_ptr.to(tl.pointer_type(tl.int16)), out_start, block, n_blocks, bytes_, DIRECT)
 
 
 # ------------------------------------------------------------------------------------------------------------ launcher
@@ -382,17 +404,17 @@ def kind_of_pairs(device: torch.device) -> int:
     return (topk.FAST if fast else topk.PAIRS).value
 
 
-def configuration(m: int, row: int, select: int) -> tuple[int, int, bool]:
-    """(blocks a program, warps, staged stores) for m rows of ``row`` blocks, a power of two; measured on an H200."""
+def configuration(m: int, row: int, select: int) -> tuple[int, int, int]:
+    """(blocks a program, warps, layout of stores) for m rows of ``row`` blocks, a power of two; measured on an H200."""
     warps = min(32, max(1, row // 64))
     if select in (TOKEN.value, TOKEN_BLOCKS.value):
         if m > 16:  # many rows hide what a search waits for; few warps exchange less
-            return row, warps if m < 512 else min(warps, max(4, row // 128)), True
-        return max(row // 4, 16), warps, False
+            return row, warps if m < 512 else min(warps, max(4, row // 128)), STAGED.value
+        return max(row // 4, 16), warps, DIRECT.value
     if m > 128:
-        return row, warps, True
+        return row, warps, STAGED.value
     tile = max(triton.next_power_of_2(m * row // _PROGRAMS), min(64, row))
-    return (row, warps, True) if tile >= row else (tile, 4, False)
+    return (row, warps, STAGED.value) if tile >= row else (tile, 4, DIRECT.value)
 
 
 def rows(
@@ -406,7 +428,8 @@ def rows(
     terms: Tensor | None = None,
     stores_first: bool = True,
     return_mask: bool = False,
-    config: tuple[int, int, bool] | None = None,
+    ordered: bool = False,
+    config: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``(terms [T, M, K], mask)`` of x [M, K] bf16: one launch.
 
@@ -420,6 +443,7 @@ def rows(
         terms: where to write.
         stores_first: False where terms[0] is there already.
         return_mask: also return what was selected, [M, K] bool.
+        ordered: write terms in the tensor-core order of ``decode``; K % 64 == 0.
         config: instead of the measured :func:`configuration`.
     """
     m, k = x.shape
@@ -430,7 +454,7 @@ def rows(
         return terms, kept
     n_blocks = k // BLOCK_SIZE
     row = triton.next_power_of_2(n_blocks)
-    tile, warps, staged = config or configuration(m, row, select)
+    tile, warps, layout = config or configuration(m, row, select)
     slices = triton.cdiv(n_blocks, tile)
     _rows_kernel[(m * slices,)](
         x,
@@ -450,7 +474,7 @@ def rows(
         STORES_FIRST=stores_first,
         STORES_MASK=return_mask,
         SHARED=slices > 1,
-        STAGED=staged,
+        LAYOUT=ORDERED.value if ordered else layout,
         ROW=row,
         TILE=min(tile, row),
         num_warps=warps,
