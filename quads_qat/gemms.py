@@ -92,11 +92,15 @@ def _native_matmul_meta(
 _native_matmul_op = library._define("native_matmul", _native_matmul, _native_matmul_meta)
 
 
-@torch.compiler.assume_constant_result
 @lru_cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@torch.compiler.assume_constant_result
 def _multiplies_fp4(device: torch.device) -> bool:
     """Whether tensor cores take NVFP4 operands as they are: sm_100, sm_120."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return _capability(device) >= 10
 
 
 def _native(terms: list[NVFP4Tensor], weight: NVFP4Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -189,8 +189,8 @@ def _moved(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 class ResidualCompensatedLinear(PackedModule):
     """A linear with packed weights [N, K] that quantizes its input and compensates the worst of the residual.
 
-    x [..., K] -> [..., N] in x's dtype. ``activation=None`` multiplies x as it is (weight-only, W4A16): the same bits
-    as the trainer's W4A16 forward. ``residual=None`` is naive W4A4.
+    x [..., K] -> [..., N] in x's dtype. ``activation=None`` multiplies x as it is (weight-only, W4A16): the same
+    products as the trainer's W4A16 forward; on a GPU they are summed in another order. ``residual=None`` is naive W4A4.
 
     Buffers: ``weight_qdata`` [N, K/2], ``weight_block_scale`` [N, K/16], ``weight_per_tensor_scale``,
     ``weight_stored_scale``, ``input_amax`` [] (static activation scale), ``residual_mask`` [K] bool (scope static).
