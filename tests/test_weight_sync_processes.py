@@ -15,37 +15,13 @@ import torch
 from bits import assert_same_bits
 from small_modules import fill
 from tiny_models import tiny_inputs, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import quads_qat as qq
 
 BUCKET = 1 << 12
-
-
-def run_ranks(code: str, folder: Path, world: int) -> None:
-    """``code`` on each of ``world`` processes, which are done when they print "fine"."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + code, str(rank), str(world), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [stdout for stdout, _ in outputs] == ["fine\n"] * world, "".join(stderr for _, stderr in outputs)
 
 
 PROLOGUE = """
@@ -104,8 +80,6 @@ for arch in ("qwen3_moe", "gpt_oss"):
                 assert same(rollout.state_dict().items(), fresh.state_dict()), (arch, dialect)
                 logits = [m(**tiny_inputs(m)).logits for m in (rollout, fresh)]
                 assert torch.equal(*logits)
-print("fine")
-dist.destroy_process_group()
 """
 
 SHARDED = """
@@ -152,12 +126,28 @@ dist.destroy_process_group()
 """
 
 
-def test_a_trainer_broadcasts_its_weights_to_a_rollout_process(tmp_path: Path):
-    run_ranks(BROADCAST, tmp_path, 2)
-
-
-def test_sharded_trainers_give_the_bytes_of_whole_ones_in_the_same_order(tmp_path: Path):
-    run_ranks(SHARDED, tmp_path, 2)
+def test_two_processes(tmp_path: Path):
+    """A trainer broadcasts weights to a rollout; sharded trainers give the bytes of whole ones, in the same order."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROLOGUE + BROADCAST + SHARDED, str(rank), "2", str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [stdout for stdout, _ in outputs] == ["fine\n"] * 2, "".join(stderr for _, stderr in outputs)
 
 
 # -------------------------------------------------------------------------------------------------------------- buckets
@@ -289,6 +279,10 @@ def test_masters_take_one_layer_too():
     assert memory.now == 0
 
 
+def tensors_alive() -> int:
+    return sum(type(thing) in (Tensor, nn.Parameter) for thing in gc.get_objects())
+
+
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -314,9 +308,9 @@ def test_a_hundred_syncs_leak_nothing_and_keep_every_bit():
         del fresh
         if step == 10:
             gc.collect()
-            alive, memory = len([t for t in gc.get_objects() if isinstance(t, Tensor)]), resident()
+            alive, memory = tensors_alive(), resident()
     gc.collect()
-    assert len([t for t in gc.get_objects() if isinstance(t, Tensor)]) <= alive
+    assert tensors_alive() <= alive
     assert resident() - memory < 16 << 20
     assert {name: tensor.data_ptr() for name, tensor in rollout.state_dict().items()} == addresses
     assert bool(torch.isfinite(rollout(**tiny_inputs(rollout)).logits).all())
