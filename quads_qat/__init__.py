@@ -4,7 +4,7 @@ from quads_qat import ops, reference
 from quads_qat.autograd import fake_quantize_ste
 from quads_qat.buckets import bucketed, unbucketed
 from quads_qat.compare import diff
-from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Schedule, Scope, WeightScale
 from quads_qat.contract import Contract, contract_of
 from quads_qat.convert import (
     convert,
@@ -23,6 +23,7 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantize import quantize_checkpoint
 from quads_qat.received import weight_digests
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
+from quads_qat.schedule import StepReport, accumulate, step
 from quads_qat.state import calibrate, load_quant_state_dict, observe_activations, quant_state_dict
 from quads_qat.tensor_parallel import check_tp
 from quads_qat.verify import VerificationError, verify, verify_checkpoint
@@ -44,9 +45,13 @@ __all__ = [
     "NVFP4Tensor",
     "Recipe",
     "ResidualConfig",
+    "Schedule",
     "Scope",
+    "StepReport",
     "SyncReport",
     "VerificationError",
+    "WeightScale",
+    "accumulate",
     "bucketed",
     "calibrate",
     "check_first_step",
@@ -73,6 +78,7 @@ __all__ = [
     "quantize_checkpoint",
     "reference",
     "revert",
+    "step",
     "unbucketed",
     "update_weights",
     "verify",

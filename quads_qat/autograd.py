@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from quads_qat import ops, sharding
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, WeightFormat
+from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import ScaleGroup
 
 # ------------------------------------------------------------------------------------------------------ pieces, no grad
 
@@ -33,13 +35,31 @@ def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
     return amax.to(fmt.export_dtype)  # rounding is monotone: the amax of the cast weights
 
 
-def fake_quantize_weight(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+def amax_of(group: ScaleGroup, fmt: WeightFormat) -> Tensor:
+    """What a forward makes the group's scale from: the amax that ``step`` holds, else that of the weights now."""
+    weights = group.weights()
+    if group.held is None:
+        return group_amax(weights, fmt)
+    return sharding.part_of_first_dim(group.held.to(weights[0].device), weights[0]).to(fmt.export_dtype)
+
+
+def weight_codes(weight: Tensor, amax: Tensor, fmt: WeightFormat) -> NVFP4Tensor:
+    """Codes and scales of a weight (of this rank's shard), blocks along the last dim. No gradient."""
+    return ops.quantize(_export_view(sharding.local(weight), fmt), tensor_amax=amax, recipe=fmt.recipe)
+
+
+def fake_quantize_weight(
+    weight: Tensor, amax: Tensor | None, fmt: WeightFormat, dtype: torch.dtype, codes: NVFP4Tensor | None = None
+) -> Tensor:
     """The weight that the engine multiplies by, decoded into ``dtype``, in the layout of ``weight``. No gradient.
 
-    A sharded weight (DTensor) gives one sharded alike: blocks run along K, and no shard may cut one.
+    A sharded weight (DTensor) gives one sharded alike: blocks run along K, and no shard may cut one. ``codes``: of this
+    weight, if they are known already; ``amax`` is not needed then.
     """
 
     def quantize(w: Tensor) -> Tensor:
+        if codes is not None:
+            return _oriented(ops.dequantize(codes, dtype), fmt)
         oriented = _export_view(w, fmt)
         return _oriented(ops.fake_quantize(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
 
@@ -47,15 +67,22 @@ def fake_quantize_weight(weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype:
 
 
 def _fake_quantize_weight_again(
-    weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype, grad: Tensor
+    weight: Tensor,
+    amax: Tensor | None,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    grad: Tensor,
+    codes: NVFP4Tensor | None = None,
 ) -> Tensor:
     """The same for a backward that got ``grad``."""
-    if torch.compiler.is_compiling():
-        amax = _after(amax, grad)
+    if codes is not None:
+        return fake_quantize_weight(weight, None, fmt, dtype, codes)
+    assert amax is not None
+    seen = _after(amax, grad) if torch.compiler.is_compiling() else amax
 
     def quantize(w: Tensor) -> Tensor:
         oriented = _export_view(w, fmt)
-        return _oriented(ops.fake_quantize_again(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
+        return _oriented(ops.fake_quantize_again(oriented, tensor_amax=seen, recipe=fmt.recipe, dtype=dtype), fmt)
 
     return sharding.on_shards(weight, quantize)
 
@@ -107,14 +134,16 @@ def activation_amax(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, amax: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, amax: Tensor | None, fmt: WeightFormat, dtype: torch.dtype, codes: NVFP4Tensor | None
+    ) -> Tensor:
         ctx.weight_dtype = weight.dtype
-        return fake_quantize_weight(weight, amax, fmt, dtype)
+        return fake_quantize_weight(weight, amax, fmt, dtype, codes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.weight_dtype), None, None, None
+        return grad.to(ctx.weight_dtype), None, None, None, None
 
 
 def fake_quantize_ste(
@@ -124,6 +153,7 @@ def fake_quantize_ste(
     fmt: WeightFormat | None = None,
     recipe: Recipe | str = Recipe.ALIGNED,
     amax: Tensor | None = None,
+    codes: NVFP4Tensor | None = None,
 ) -> Tensor:
     """Fake-quantize ``weight`` with an identity gradient: for frameworks that own their modules.
 
@@ -133,6 +163,7 @@ def fake_quantize_ste(
         fmt: full control over layout and cast; None: ``recipe`` on the weight as it is (fp32 is cast to bf16 first).
         recipe: the arithmetic when ``fmt`` is None.
         amax: the group's amax, if it is known already.
+        codes: the weight's codes and scales (``ops.quantize``), to decode them instead of quantizing again.
 
     Returns:
         the fake-quantized weight, shape and dtype of ``weight``.
@@ -144,9 +175,9 @@ def fake_quantize_ste(
     if fmt is None:
         export_dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
         fmt = WeightFormat(recipe=Recipe(recipe), export_dtype=export_dtype)
-    if amax is None:
+    if amax is None and codes is None:
         amax = group_amax([weight, *(w for w in group if w is not weight)], fmt)
-    return _FakeQuantize.apply(weight, amax, fmt, weight.dtype)  # pyright: ignore[reportReturnType]
+    return _FakeQuantize.apply(weight, amax, fmt, weight.dtype, codes)  # pyright: ignore[reportReturnType]
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
@@ -161,15 +192,16 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        amax: Tensor,
+        amax: Tensor | None,
         fmt: WeightFormat,
         activation: ActivationFormat | None,
         static_amax: Tensor | None,
+        codes: NVFP4Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, amax, static_amax)
-        ctx.fmt, ctx.activation = fmt, activation
+        ctx.fmt, ctx.activation, ctx.codes = fmt, activation, codes
         ctx.bias_dtype = None if bias is None else bias.dtype
-        quantized = fake_quantize_weight(weight, amax, fmt, x.dtype)
+        quantized = fake_quantize_weight(weight, amax, fmt, x.dtype, codes)
         if activation is not None:
             x = fake_quantize_activation(x, activation, static_amax)
         ctx.folds = weight.requires_grad and x.ndim > 2 and not x.is_contiguous()
@@ -187,7 +219,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad)
+            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad, ctx.codes)
             grad_x = rows.mm(quantized).view(x.shape)
         if ctx.needs_input_grad[1]:
             if ctx.activation is not None:
@@ -197,27 +229,29 @@ class _Linear(torch.autograd.Function):
             # the bits of a sum depend on the layout: summed as the plain module's bias was added
             summed = grad.sum(tuple(range(grad.ndim - 1))) if ctx.folds else rows.sum(0)
             grad_bias = summed.to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    amax: Tensor,
+    amax: Tensor | None,
     fmt: WeightFormat,
     activation: ActivationFormat | None = None,
     static_amax: Tensor | None = None,
+    codes: NVFP4Tensor | None = None,
 ) -> Tensor:
     """``F.linear`` with a fake-quantized weight (and activation): x [..., K], weight [N, K] -> [..., N].
 
     Gradients are straight-through: dX = g Q(W), dW = g.T Qa(X), in the bits of a plain linear that holds Q(W). The
-    quantized weight is decoded into x's dtype (the autocast dtype under autocast) and recomputed in backward.
+    quantized weight is decoded into x's dtype (the autocast dtype under autocast) and recomputed in backward, from
+    ``codes`` where they are given.
     """
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    return _Linear.apply(x, weight, bias, amax, fmt, activation, static_amax)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(x, weight, bias, amax, fmt, activation, static_amax, codes)  # pyright: ignore[reportReturnType]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -248,10 +282,18 @@ class _GroupedLinear(torch.autograd.Function):
     """``y[rows of expert e] = x[...] @ Q(W[e]).T``; keeps x and W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, amax: Tensor, fmt: WeightFormat) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        offs: Tensor,
+        amax: Tensor | None,
+        fmt: WeightFormat,
+        codes: NVFP4Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, offs, amax)
-        ctx.fmt = fmt
-        quantized = fake_quantize_weight(weight, amax, fmt, x.dtype)
+        ctx.fmt, ctx.codes = fmt, codes
+        quantized = fake_quantize_weight(weight, amax, fmt, x.dtype, codes)
         return _grouped_mm(x, quantized if fmt.transposed else quantized.transpose(-2, -1), offs)
 
     @staticmethod
@@ -261,15 +303,22 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad)
+            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad, ctx.codes)
             grad_x = _grouped_mm(grad, quantized.transpose(-2, -1) if ctx.fmt.transposed else quantized, offs)
         if ctx.needs_input_grad[1]:
             left, right = (x, grad) if ctx.fmt.transposed else (grad, x)
             grad_weight = _grouped_mm(left.transpose(-2, -1), right, offs).to(weight.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, amax: Tensor, fmt: WeightFormat) -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    amax: Tensor | None,
+    fmt: WeightFormat,
+    codes: NVFP4Tensor | None = None,
+) -> Tensor:
     """One GEMM per expert over contiguous groups of rows, with fake-quantized weights.
 
     Args:
@@ -278,11 +327,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, amax: Tensor, fmt: W
         offs: [E] int32, end row of each expert's group.
         amax: [E] or [].
         fmt: layout and recipe.
+        codes: of the weight, to decode instead of quantizing again.
 
     Returns:
         [M, N] in the weight's dtype, which x is cast to (as transformers' grouped_mm dispatch does).
     """
-    return _GroupedLinear.apply(x.to(weight.dtype), weight, offs, amax, fmt)  # pyright: ignore[reportReturnType]
+    return _GroupedLinear.apply(x.to(weight.dtype), weight, offs, amax, fmt, codes)  # pyright: ignore[reportReturnType]
 
 
 # ------------------------------------------------------------------------------------------ recompute instead of saving

@@ -119,6 +119,45 @@ class ResidualNorm(_Choice):
     MAX = "max"
 
 
+class WeightScale(_Choice):
+    """What a trainer makes the per-tensor scales of its weights from."""
+
+    #: The amax of the weights as they are, anew in every forward.
+    DYNAMIC = "dynamic"
+    #: The amax at the first ``step`` that quantizes. Weights that outgrow it saturate; the same scale is exported.
+    FROZEN = "frozen"
+    #: A moving average of the amaxes at each ``step``. Saturates and exports likewise.
+    EMA = "ema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How fake quantization changes over a training run; ``quads_qat.step`` moves it on.
+
+    Attributes:
+        start_step: calls of ``step`` before weights are fake-quantized; until then the trainer is the plain model.
+        weight_scale: see :class:`WeightScale`.
+        decay: of the moving average, in [0, 1).
+
+    Raises:
+        ValueError: a negative ``start_step``, a ``decay`` outside [0, 1), or an unknown name.
+
+    >>> Schedule(weight_scale="ema").weight_scale
+    <WeightScale.EMA: 'ema'>
+    """
+
+    start_step: int = 0
+    weight_scale: WeightScale = WeightScale.DYNAMIC
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight_scale", WeightScale(self.weight_scale))
+        if self.start_step < 0:
+            raise ValueError(f"Schedule: start_step must be at least 0, got {self.start_step}")
+        if not 0.0 <= self.decay < 1.0:
+            raise ValueError(f"Schedule: decay must be in [0, 1), got {self.decay}; 0.9 forgets half in seven steps")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
     """How one weight is quantized: everything that forward, backward and export must agree on.

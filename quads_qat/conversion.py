@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat.config import ActivationFormat, Dialect, Mode, Recipe, ResidualConfig, Scope, WeightFormat
+from quads_qat.config import ActivationFormat, Dialect, Mode, Recipe, ResidualConfig, Schedule, Scope, WeightFormat
 from quads_qat.experts import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
-from quads_qat.linear import ActivationObserver, FullPrecision
+from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
 from quads_qat.residual import SyncState
 from quads_qat.scale_groups import ScaleGroup, activation_key, group_key, joined_group
 from quads_qat.selection import default_exclusion, first_match, in_scope
@@ -79,6 +79,10 @@ class Conversion:
     groups: dict[str, ScaleGroup]
     observers: dict[str, ActivationObserver]
     full_precision: FullPrecision = field(default_factory=FullPrecision)
+    code_cache: CodeCache = field(default_factory=CodeCache)
+    schedule: Schedule = field(default_factory=Schedule)
+    steps: int = 0  #: calls of ``step``
+    last_codes: dict[str, Tensor] = field(default_factory=dict)  #: of ``step(track_codes=True)``
     activation: ActivationFormat | None = None
     residual: ResidualConfig | None = None
     sync: SyncState = field(default_factory=SyncState)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quads_qat import ops
 from quads_qat.autograd import group_amax
-from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Schedule, Scope
 from quads_qat.conversion import STATE, Conversion, Skipped, Weight, check_patterns, conversion_of, full_name, select
 from quads_qat.experts import W4A4Experts, W4A16Experts, layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
@@ -48,6 +48,7 @@ def convert(
     activation_scale: ActivationScale | str | None = None,
     activation_recipe: Recipe | str | None = None,
     weights_only: bool = False,
+    schedule: Schedule | None = None,
 ) -> M:
     """Swap linears and experts for quantized ones, in place. Call it before FSDP or TP wrapping.
 
@@ -65,6 +66,7 @@ def convert(
             ``calibrate`` sets.
         activation_recipe: arithmetic of the activations; default ALIGNED.
         weights_only: a rollout of packed weights that leaves activations alone (W4A16 inference).
+        schedule: trainers only: when fake quantization starts, and what scales are made from; see ``step``.
 
     Returns:
         ``model`` itself.
@@ -83,6 +85,8 @@ def convert(
     check_patterns(include=include, exclude=exclude, groups=groups)
     if residual is not None and mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
+    if schedule is not None and mode is Mode.W4A4_RESIDUAL:
+        raise ValueError("convert: schedule= is for trainers; a rollout's weights change when they are synced; drop it")
     if weights_only and (mode is not Mode.W4A4_RESIDUAL or residual or activation_scale or activation_recipe):
         raise ValueError(
             "convert: weights_only=True is for mode='w4a4_residual' and leaves activations alone; drop it, or drop "
@@ -108,6 +112,8 @@ def convert(
         _check_is_whole(model, root)
         _check_transition(conversion, mode, recipe, scope, include, exclude, groups)
         fresh = False
+        if schedule is not None:
+            raise ValueError("convert: the model is converted already and keeps its schedule; drop schedule=")
     else:
         if part := next((n or "it" for n, m in model.named_modules() if isinstance(m, _CONVERTED)), None):
             raise ValueError(f"convert: {part} is part of a converted model; call convert on the whole model")
@@ -116,6 +122,8 @@ def convert(
     if mode is not Mode.W4A4_RESIDUAL:
         if fresh:
             _refuse_fused_mamba(root, conversion)
+            conversion.schedule = schedule or Schedule()
+            conversion.full_precision.delayed = conversion.schedule.start_step > 0
             install(root, conversion)
         _set_trainer_mode(root, conversion, mode, activation)
         return model
@@ -198,7 +206,7 @@ def install(model: nn.Module, conversion: Conversion) -> None:
         by_module.setdefault(weight.module, []).append(weight)
     for name, weights in by_module.items():
         module = model.get_submodule(name)
-        shared: dict[str, Any] = {"full_precision": conversion.full_precision}
+        shared: dict[str, Any] = {"full_precision": conversion.full_precision, "code_cache": conversion.code_cache}
         observers = {w.parameter: conversion.observers[activation_key(w.group)] for w in weights}
         groups = {w.parameter: conversion.groups[w.group] for w in weights}
         formats = {w.parameter: w.format for w in weights}
@@ -282,8 +290,11 @@ def install_packed(
 
 
 def amax_of_group(conversion: Conversion, weight: Weight) -> Tensor:
-    """Amax of a parameter's scale group: [E] or []; sharded members are gathered."""
-    return group_amax([whole(w.detach()) for w in conversion.groups[weight.group].weights()], weight.format)
+    """What a parameter's scales are made from: [E] or []; sharded members are gathered."""
+    group = conversion.groups[weight.group]
+    if group.held is not None:
+        return group.held.to(group.weights()[0].device).to(weight.format.export_dtype)
+    return group_amax([whole(w.detach()) for w in group.weights()], weight.format)
 
 
 def quantize_weight(
@@ -320,7 +331,7 @@ def revert(model: M) -> M:
         raise ValueError(
             "revert: a rollout model holds packed weights only; quads_qat.load_model gives BF16 weights of a checkpoint"
         )
-    added = ("weight_format", "scale_group", "observer", "full_precision", "activation_format")
+    added = ("weight_format", "scale_group", "observer", "full_precision", "code_cache", "activation_format")
     added_experts = ("weight_formats", "scale_groups", "observers", "layout", "original_class")
     for name in {w.module for w in conversion.weights.values()}:
         module = root.get_submodule(name)

@@ -20,8 +20,12 @@ from torch import Tensor, nn
 
 from quads_qat import autograd
 from quads_qat.config import ActivationFormat, WeightFormat
-from quads_qat.linear import ActivationObserver, FullPrecision
+from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
+from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
+
+Source = tuple[Tensor | None, NVFP4Tensor | None]
+"""What a quantized weight is made from, besides the master weight: (amax of its scale group, None) or (None, codes)."""
 
 _WHOLE_STACK = ("GptOssExperts", "Llama4TextExperts")
 """Expert classes whose 3-D parameters have one per-tensor scale for all experts, in every dialect."""
@@ -131,27 +135,33 @@ class W4A16Experts(StandsFor):
     scale_groups: dict[str, ScaleGroup]
     observers: dict[str, ActivationObserver]
     full_precision: FullPrecision
+    code_cache: CodeCache
     activation_format: ActivationFormat | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
-        if self.full_precision.active and self.full_precision.on():
+        if self.full_precision.on():
             if self._observing():
                 self._observe(None, *args, **kwargs)
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         if self._grouped():
             return grouped_forward(self, *args, **kwargs)
-        amaxes = {name: self.amax(name) for name in self.layout.parameters}
+        sources = {name: self.source(name) for name in self.layout.parameters}
+        quantized = {name: self._quantized(name, sources[name]) for name in self.layout.parameters}
         if self._observing():
-            self._observe(amaxes, *args, **kwargs)
-        quantized = {name: self._quantized(name, amaxes[name]) for name in self.layout.parameters}
+            self._observe(quantized, *args, **kwargs)
         stand_in = self._stand_in(quantized)
-        with self._recompute(quantized, amaxes):
+        with self._recompute(quantized, sources):
             return self.original_class.forward(stand_in, *args, **kwargs)
 
     def amax(self, name: str) -> Tensor:
-        """Amax of the parameter's scale group: [E] or []."""
-        return autograd.group_amax(self.scale_groups[name].weights(), self.weight_formats[name])
+        """What the parameter's scales are made from: [E] or []."""
+        return autograd.amax_of(self.scale_groups[name], self.weight_formats[name])
+
+    def source(self, name: str) -> Source:
+        """What the quantized parameter is made from, besides itself: the amax, or its codes inside ``accumulate``."""
+        codes = self.code_cache.codes(self, name, self.scale_groups[name], self.weight_formats[name])
+        return (self.amax(name), None) if codes is None else (None, codes)
 
     def _grouped(self) -> bool:
         return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm" and hasattr(
@@ -161,8 +171,10 @@ class W4A16Experts(StandsFor):
     def _observing(self) -> bool:
         return any(observer.enabled for observer in self.observers.values())
 
-    def _quantized(self, name: str, amax: Tensor) -> Tensor:
-        return autograd.fake_quantize_ste(self._parameters[name], fmt=self.weight_formats[name], amax=amax)  # pyright: ignore[reportArgumentType]
+    def _quantized(self, name: str, source: Source) -> Tensor:
+        amax, codes = source
+        weight: Any = self._parameters[name]
+        return autograd.fake_quantize_ste(weight, fmt=self.weight_formats[name], amax=amax, codes=codes)
 
     def _stand_in(self, replaced: dict[str, Tensor]) -> nn.Module:
         """An instance of the original class with this module's state, except for the ``replaced`` parameters."""
@@ -172,25 +184,22 @@ class W4A16Experts(StandsFor):
         stand_in.__dict__.update(replaced)
         return stand_in
 
-    def _recompute(self, quantized: dict[str, Tensor], amaxes: dict[str, Tensor]) -> Any:
+    def _recompute(self, quantized: dict[str, Tensor], sources: dict[str, Source]) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nullcontext()
-        sources = []
-        for name, q in quantized.items():
-            weight, fmt, amax = self._parameters[name], self.weight_formats[name], amaxes[name]
-            sources.append((q, _again(weight, amax, fmt)))
-        return autograd.recompute_quantized(sources)
+        again = [
+            (q, _again(self._parameters[name], sources[name], self.weight_formats[name]))
+            for name, q in quantized.items()
+        ]
+        return autograd.recompute_quantized(again)
 
-    def _observe(self, amaxes: dict[str, Tensor] | None, *args: Any, **kwargs: Any) -> None:
+    def _observe(self, quantized: dict[str, Tensor] | None, *args: Any, **kwargs: Any) -> None:
         """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched.
 
-        ``amaxes`` None: with the master weights.
+        ``quantized`` None: with the master weights.
         """
         with torch.no_grad():
-            weights: dict[str, Any] = {
-                name: self._parameters[name] if amaxes is None else self._quantized(name, amaxes[name])
-                for name in self.layout.parameters
-            }
+            weights: dict[str, Any] = self._parameters if quantized is None else quantized  # pyright: ignore[reportAssignmentType]
 
             def project(name: str, expert: int, x: Tensor) -> Tensor:
                 self.observers[name].update(x)
@@ -217,7 +226,7 @@ class W4A4Experts(W4A16Experts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
-        if self.full_precision.active and self.full_precision.on():
+        if self.full_precision.on():
             if self._observing():
                 self._observe(None, *args, **kwargs)
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
@@ -248,7 +257,7 @@ def _of_one_expert(fmt: WeightFormat) -> WeightFormat:
     return WeightFormat(recipe=fmt.recipe, export_dtype=fmt.export_dtype)
 
 
-def _again(weight: Any, amax: Tensor, fmt: WeightFormat) -> Callable[[], Tensor]:
+def _again(weight: Any, source: Source, fmt: WeightFormat) -> Callable[[], Tensor]:
     version = weight._version
 
     def rebuild() -> Tensor:
@@ -256,7 +265,8 @@ def _again(weight: Any, amax: Tensor, fmt: WeightFormat) -> Callable[[], Tensor]
             raise RuntimeError(
                 "an expert weight was changed in place between forward and backward; step the optimizer after backward"
             )
-        return autograd.fake_quantize_weight(weight, amax, fmt, weight.dtype)
+        amax, codes = source
+        return autograd.fake_quantize_weight(weight, amax, fmt, weight.dtype, codes)
 
     return rebuild
 
@@ -380,7 +390,8 @@ def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     def project(name: str, x: Tensor) -> Tensor:
         if module.observers[name].enabled:
             module.observers[name].update(x)
-        out = autograd.grouped_linear(x, module._parameters[name], offs, module.amax(name), module.weight_formats[name])
+        amax, codes = module.source(name)
+        out = autograd.grouped_linear(x, module._parameters[name], offs, amax, module.weight_formats[name], codes)
         if layout.bias:
             out = out + getattr(module, f"{name}_bias")[expert_of_slot]
         return out if elsewhere is None else out.masked_fill(elsewhere, 0.0)

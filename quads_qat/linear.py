@@ -7,7 +7,7 @@ optimizers, state dicts and sharding do not notice.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, ops, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
+from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
 
 
@@ -46,6 +47,7 @@ class FullPrecision:
 
     active: bool = False
     entered_with_grad: bool = False
+    delayed: bool = False  #: until ``Schedule.start_step``; ``step`` alone changes it, so a recompute sees the same
 
     def on(self) -> bool:
         """Whether to skip fake quantization now.
@@ -53,6 +55,8 @@ class FullPrecision:
         Raises:
             RuntimeError: inside activation checkpointing, whose recompute would run quantized later.
         """
+        if self.delayed:
+            return True
         if self.active and (torch.is_grad_enabled() or self.entered_with_grad) and _inside_checkpoint():
             raise RuntimeError(
                 "full_precision: a checkpointed forward would be recomputed with fake quantization on in backward; "
@@ -70,6 +74,42 @@ def _inside_checkpoint() -> bool:
     return False
 
 
+@dataclass(eq=False)
+class CodeCache:
+    """Codes of weights between the micro-batches of ``accumulate``: shared by all converted modules of a model."""
+
+    active: bool = False
+    debug: bool = False
+    entries: dict[tuple[int, str], tuple[NVFP4Tensor, int]] = field(default_factory=dict)
+
+    def codes(self, module: nn.Module, parameter: str, group: ScaleGroup, fmt: WeightFormat) -> NVFP4Tensor | None:
+        """Codes of a parameter, made at its first use; None outside ``accumulate``.
+
+        Raises:
+            RuntimeError: in debug mode, the weight is not the one that was quantized.
+        """
+        if not self.active:
+            return None
+        weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
+        key = (id(module), parameter)
+        if key not in self.entries:
+            codes = autograd.weight_codes(weight.detach(), autograd.amax_of(group, fmt), fmt)
+            self.entries[key] = codes, _checksum(weight) if self.debug else 0
+        codes, checksum = self.entries[key]
+        if self.debug and _checksum(weight) != checksum:
+            name = next(full for member, p, full in group.members if (member, p) == (module, parameter))
+            raise RuntimeError(
+                f"accumulate: {name} has changed since it was quantized; leave the block before optimizer.step(), "
+                "load_state_dict or any other edit"
+            )
+        return codes
+
+
+def _checksum(weight: Tensor) -> int:
+    bits = sharding.local(weight.detach()).contiguous().view(torch.uint8).flatten().to(torch.int64)
+    return int((bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum())
+
+
 class W4A16Linear(nn.Linear):
     """``y = x @ fake_quantize(weight).T + bias``; ``weight`` is the full-precision master weight.
 
@@ -81,13 +121,14 @@ class W4A16Linear(nn.Linear):
     scale_group: ScaleGroup
     observer: ActivationObserver
     full_precision: FullPrecision
+    code_cache: CodeCache
     activation_format: ActivationFormat | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""
         if self.observer.enabled:
             self.observer.update(x)
-        if self.full_precision.active and self.full_precision.on():
+        if self.full_precision.on():
             return F.linear(x, self.weight, self.bias)
         if sharding.is_sharded(self.weight) and (problem := sharding.cut_block(self.weight, -1)):
             name = next(full for module, _, full in self.scale_group.members if module is self)
@@ -95,14 +136,16 @@ class W4A16Linear(nn.Linear):
                 f"{name}: {problem}; list such layers with quads_qat.check_tp(model, tp), then exclude them from "
                 "quantization or from row-wise sharding"
             )
+        codes = self.code_cache.codes(self, "weight", self.scale_group, self.weight_format)
         return autograd.linear(
             x,
             self.weight,
             self.bias,
-            autograd.group_amax(self.scale_group.weights(), self.weight_format),
+            autograd.amax_of(self.scale_group, self.weight_format) if codes is None else None,
             self.weight_format,
             self.activation_format,
             self.observer.amax if self.activation_format is not None else None,
+            codes,
         )
 
     def extra_repr(self) -> str:

@@ -93,10 +93,13 @@ class ScaleGroup:
         name: as :func:`group_key` gives it.
         members: (module, parameter name, full name); read anew at every forward, so optimizer steps and
             resharding are seen.
+        held: float32 [] or [E], the amax that ``step`` keeps (scales ``frozen`` or ``ema``); None: that of the weights
+            as they are.
     """
 
     name: str
     members: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    held: Tensor | None = None
 
     def weights(self) -> list[Tensor]:
         """The members' current weights.

@@ -21,7 +21,7 @@ def is_sharded(weight: Tensor) -> bool:
 
 def local(weight: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
-    return weight.to_local() if is_sharded(weight) else weight  # pyright: ignore[reportCallIssue]
+    return weight.to_local() if is_sharded(weight) else weight  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def max_over_shards(amax: Tensor, weight: Tensor, *, keep_first_dim: bool) -> Tensor:
@@ -40,6 +40,28 @@ def max_over_shards(amax: Tensor, weight: Tensor, *, keep_first_dim: bool) -> Te
             amax = amax.float()  # gloo does not reduce every 16-bit type; the maximum is the same
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
     return amax
+
+
+def gather_first_dim(amax: Tensor, weight: Tensor) -> Tensor:
+    """[E of this rank's shard of ``weight``] -> [E], on all ranks of its mesh; of a weight that is whole, as it is."""
+    if not is_sharded(weight) or amax.ndim == 0:
+        return amax
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
+    along = [placement if placement.is_shard(0) else Replicate() for placement in placements]
+    return DTensor.from_local(amax, mesh, along, run_check=False, shape=weight.shape[:1], stride=(1,)).full_tensor()
+
+
+def part_of_first_dim(amax: Tensor, weight: Tensor) -> Tensor:
+    """[E] -> [E of this rank's shard of ``weight``]; [] as it is."""
+    if not is_sharded(weight) or amax.ndim == 0:
+        return amax
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
+    along = [placement if placement.is_shard(0) else Replicate() for placement in placements]
+    return distribute_tensor(amax, mesh, along, src_data_rank=None).to_local()
 
 
 def on_shards(weight: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -235,11 +235,15 @@ def quant_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         ``<activation group>.amax``, float32 []: what a trainer observed, or a rollout's static scales are made from.
-        ``<weight>.mask`` of a rollout with static masks, bool [K] or [E, K]. Copies.
+        ``<weight>.mask`` of a rollout with static masks, bool [K] or [E, K]. Of a trainer that calls ``step``:
+        ``steps``, int64 [], and ``<scale group>.weight_amax``, float32 [] or [E], which frozen and ema scales are made
+        from. Copies.
     """
     root, conversion = conversion_of(model, "quant_state_dict")
     if conversion.mode is not Mode.W4A4_RESIDUAL:
-        return {f"{key}.amax": o.amax.clone() for key, o in conversion.observers.items() if o.amax is not None}
+        amaxes = {f"{key}.amax": o.amax.clone() for key, o in conversion.observers.items() if o.amax is not None}
+        held = {f"{k}.weight_amax": g.held.clone() for k, g in conversion.groups.items() if g.held is not None}
+        return amaxes | held | ({"steps": torch.tensor(conversion.steps)} if conversion.steps else {})
     state: dict[str, Tensor] = {}
     for name, weight in conversion.weights.items():
         module, key = _packed(root, weight), f"{activation_key(weight.group)}.amax"
@@ -263,6 +267,7 @@ def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     root, conversion = conversion_of(model, "load_quant_state_dict")
     rollout = conversion.mode is Mode.W4A4_RESIDUAL
     known = {f"{key}.amax" for key in conversion.observers}
+    held = {} if rollout else {f"{key}.weight_amax": group for key, group in conversion.groups.items()}
     masks = {f"{name}.mask": weight for name, weight in conversion.weights.items()} if rollout else {}
     for key, value in state.items():
         if key in masks:
@@ -273,6 +278,8 @@ def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
                     f"load_quant_state_dict: {key} must be bool {allowed[0]}{f' or {allowed[1]}' * (len(shape) == 3)}, "
                     f"got {value.dtype} {list(value.shape)}"
                 )
+        elif key in held or (key == "steps" and not rollout):
+            continue
         elif key not in known:
             raise KeyError(f"load_quant_state_dict: {key.removesuffix('.mask')!r} is no activation group of this model")
         elif value.dtype != torch.float32 or value.numel() != 1:
@@ -280,6 +287,12 @@ def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     for key, observer in conversion.observers.items():
         amax = state.get(f"{key}.amax")
         observer.amax = None if amax is None else amax.clone()
+    for key, group in held.items():
+        amax = state.get(key)
+        group.held = None if amax is None else amax.clone()
+    if not rollout:
+        conversion.steps = int(state.get("steps", 0))
+        conversion.full_precision.delayed = conversion.steps < conversion.schedule.start_step
     for name, weight in conversion.weights.items() if rollout else ():
         module, amax = _packed(root, weight), conversion.observers[activation_key(weight.group)].amax
         module.set_calibrated(weight.parameter, "input_amax", amax)

@@ -123,6 +123,29 @@ def fsdp2(rank: int, world: int, *, experts: str = "grouped_mm", mixed: bool = F
     assert_trained_alike(model, losses, rank, expected, wanted)
 
 
+def scales_held_and_codes_kept(rank: int, world: int) -> None:
+    """Frozen scales, shares of codes, and codes kept between micro-batches, sharded as in one process."""
+    schedule = qq.Schedule(weight_scale="ema")
+    expected, model = (qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=schedule) for _ in range(2))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer, whole = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, expected))
+    for i in range(2):
+        ids = batches(0, i)  # the same on all ranks: gradients are sums of equals, divided
+        for m, opt in ((model, optimizer), (expected, whole)):
+            opt.zero_grad()
+            with qq.accumulate(m):
+                for micro in ids:
+                    loss_of(m, micro).backward()
+            opt.step()
+        got, wanted = qq.step(model, track_codes=True), qq.step(expected, track_codes=True)
+        assert got == wanted, (got, wanted)
+    assert 0 < got.changed < 1
+    mine, single = exported(model), exported(expected)
+    assert all(torch.equal(mine[name], t) for name, t in single.items())
+
+
 def ddp(rank: int, world: int) -> None:
     expected, model = qwen(), qwen()
     wrapped = DistributedDataParallel(model)
@@ -251,6 +274,7 @@ TWO_RANKS = {
     "fsdp2": fsdp2,
     "fsdp2, eager experts, kept unsharded": lambda r, w: fsdp2(r, w, experts="eager", reshard=False),
     "fsdp2, bf16 compute": lambda r, w: fsdp2(r, w, mixed=True),
+    "scales held, codes kept": scales_held_and_codes_kept,
     "ddp": ddp,
     "tensor parallel": tensor_parallel,
     "cut blocks": cut_blocks,

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "verify_config",
             ),
             *("sync_plan", "sync_ledger", "state", "buckets"),
-            *("quantize", "calibrate"),
+            *("quantize", "activation_scales"),
             *("first_step", "received", "token_log_probs"),
         ),
     ),

@@ -1,0 +1,178 @@
+"""What a training loop tells the trainer: ``step`` after an optimizer step, ``accumulate`` around micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quads_qat import autograd, sharding
+from quads_qat.config import Mode, WeightFormat, WeightScale
+from quads_qat.conversion import Conversion, Weight, conversion_of
+from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
+from quads_qat.scale_groups import ScaleGroup
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What ``step`` did and saw.
+
+    Attributes:
+        step: calls so far, this one included.
+        quantizing: whether the next forward fake-quantizes (``Schedule.start_step`` has come).
+        scales_moved: scale groups whose held amax changed; 0 with ``dynamic`` scales, which hold none.
+        changed: share of weights whose code or block scale is another one than at the last ``track_codes``; None
+            without it, or at the first.
+        clipped: share of weights beyond the largest value of their scale (6 * 448 * p), which saturate; None without
+            ``track_codes``. Always 0 with ``dynamic`` scales.
+        by_weight: parameter name -> (changed, clipped), the same shares for each.
+    """
+
+    step: int
+    quantizing: bool
+    scales_moved: int
+    changed: float | None = None
+    clipped: float | None = None
+    by_weight: dict[str, tuple[float | None, float]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, float]:
+        """The numbers that are known, by name, for a logger."""
+        numbers = {"step": self.step, "scales_moved": self.scales_moved}
+        return numbers | {k: v for k, v in (("changed", self.changed), ("clipped", self.clipped)) if v is not None}
+
+
+@torch.no_grad()
+def step(model: nn.Module, *, track_codes: bool = False) -> StepReport:
+    """Move the schedule of a trainer on by one; call it right after ``optimizer.step()``.
+
+    Needed for ``Schedule(start_step=..., weight_scale="frozen" | "ema")`` only; what it sets is what the next forwards,
+    every export and ``verify`` use. With sharded weights all ranks must call it.
+
+    Args:
+        model: a trainer.
+        track_codes: also compare every weight's codes with those of the last call that tracked. A signal worth logging:
+            a share near 0 says that updates are too small to reach the rollout. Keeps 0.5625 bytes per weight.
+
+    Raises:
+        ValueError: a model that is not converted, or a rollout.
+
+    >>> from quads_qat.convert import convert
+    >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
+    >>> step(model).step
+    1
+    """
+    root, conversion = _trainer(model, "step")
+    if conversion.code_cache.active:
+        raise RuntimeError("step: inside accumulate, whose codes belong to one optimizer step; leave the block first")
+    conversion.steps += 1
+    schedule = conversion.schedule
+    quantizing = conversion.steps >= schedule.start_step
+    conversion.full_precision.delayed = not quantizing
+    moved = 0
+    if quantizing and schedule.weight_scale is not WeightScale.DYNAMIC:
+        formats = {weight.group: weight.format for weight in conversion.weights.values()}
+        moved = sum(_hold(group, formats[name], conversion) for name, group in conversion.groups.items())
+    if not track_codes:
+        return StepReport(conversion.steps, quantizing, moved)
+    return _tracked(root, conversion, quantizing, moved)
+
+
+def _trainer(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
+    root, conversion = conversion_of(model, who)
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError(f"{who}: this is a rollout model, which does not train; call it with the trainer")
+    return root, conversion
+
+
+def _hold(group: ScaleGroup, fmt: WeightFormat, conversion: Conversion) -> bool:
+    """Set the amax that a group holds; whether it is another one than before."""
+    schedule, before = conversion.schedule, group.held
+    if before is not None and schedule.weight_scale is WeightScale.FROZEN:
+        return False
+    weights = group.weights()
+    now = sharding.gather_first_dim(autograd.group_amax(weights, fmt), weights[0]).float()
+    if before is None:
+        group.held = now
+    else:
+        group.held = schedule.decay * before.to(now.device) + (1 - schedule.decay) * now
+    return before is None or bool((group.held != before.to(now.device)).any())
+
+
+def _tracked(root: nn.Module, conversion: Conversion, quantizing: bool, moved: int) -> StepReport:
+    counts: dict[str, Tensor] = {}
+    known = bool(conversion.last_codes)
+    for name, weight in conversion.weights.items():
+        codes, clipped = _codes_of(root, conversion, weight)
+        last = conversion.last_codes.get(name)
+        changed = torch.zeros((), dtype=torch.int64, device=codes.device) if last is None else _differing(codes, last)
+        elements = torch.tensor(weight_elements(root, name), device=codes.device)
+        counts[name] = torch.stack([changed, clipped.to(torch.int64), elements])
+        conversion.last_codes[name] = codes
+    table = torch.stack([c.cpu() for c in counts.values()])
+    if any(sharding.is_sharded(root.get_parameter(name)) for name in counts):
+        on_device = table.to(next(root.parameters()).device)
+        torch.distributed.all_reduce(on_device)
+        table = on_device.cpu()
+    shares = {
+        name: (changed / max(total, 1) if known else None, clipped / max(total, 1))
+        for name, (changed, clipped, total) in zip(counts, table.tolist(), strict=True)
+    }
+    changed, clipped, total = table.sum(0).tolist()
+    return StepReport(conversion.steps, quantizing, moved, changed / total if known else None, clipped / total, shares)
+
+
+def weight_elements(root: nn.Module, name: str) -> int:
+    """Elements of this rank's shard of a parameter."""
+    return sharding.local(root.get_parameter(name)).numel()
+
+
+def _codes_of(root: nn.Module, conversion: Conversion, weight: Weight) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of this rank's shard as one uint8 [..., 9 K/16], and how many of its elements saturate."""
+    parameter, fmt = root.get_parameter(weight.name).detach(), weight.format
+    amax = autograd.amax_of(conversion.groups[weight.group], fmt)
+    q = autograd.weight_codes(parameter, amax, fmt)
+    limit = SCALE_RANGE * q.per_tensor_scale
+    master = sharding.local(parameter).to(fmt.export_dtype).abs().float()
+    clipped = (master > limit.view(-1, *(1,) * (master.ndim - 1)) if limit.ndim else master > limit).sum()
+    return torch.cat([q.qdata, q.block_scale.view(torch.uint8)], -1), clipped
+
+
+def _differing(codes: Tensor, last: Tensor) -> Tensor:
+    """Elements whose code differs, or all of a block whose scale does."""
+    k16 = codes.shape[-1] // 9
+    nibbles = (codes[..., : 8 * k16] ^ last[..., : 8 * k16]).unflatten(-1, (k16, 8))
+    in_block = ((nibbles & 15) != 0).sum(-1) + ((nibbles >> 4) != 0).sum(-1)
+    rescaled = codes[..., 8 * k16 :] != last[..., 8 * k16 :]
+    return torch.where(rescaled, BLOCK_SIZE, in_block).sum()
+
+
+@contextmanager
+def accumulate(model: nn.Module, *, debug: bool = False) -> Iterator[None]:
+    """Inside this context weights are quantized once and decoded from their codes by every micro-batch.
+
+    For gradient accumulation: forward and backward give the same bits, and skip the amax and most of the reading; codes
+    take 0.5625 bytes per weight until the block ends. Weights must not change inside it: leave the block before
+    ``optimizer.step()``. Under FSDP the codes are those of the unsharded weights, so sharding saves less.
+
+    Args:
+        model: a trainer in mode ``w4a16`` (experts of ``w4a4`` are quantized anew all the same).
+        debug: compare a checksum of the weight at every use, which waits for the GPU; neither ``_version`` nor
+            ``data_ptr`` shows every edit.
+
+    Raises:
+        ValueError: a model that is not converted, or a rollout.
+        RuntimeError: nested; with ``debug``, a weight that changed inside the block.
+    """
+    _, conversion = _trainer(model, "accumulate")
+    cache = conversion.code_cache
+    if cache.active:
+        raise RuntimeError("accumulate: already inside accumulate for this model; use one block per optimizer step")
+    cache.active, cache.debug = True, debug
+    try:
+        yield
+    finally:
+        cache.active = False
+        cache.entries.clear()

@@ -1,0 +1,233 @@
+"""Contract under test: ``step`` (delayed start, frozen and ema scales, shares of codes) and ``accumulate``."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from bits import assert_same_bits
+from small_modules import ListMoE, linears
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+import quads_qat as qq
+from quads_qat import ops
+
+
+def mlp(**kwargs) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).bfloat16()
+    return qq.convert(model, "w4a16", **kwargs)
+
+
+def rows(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def scale_of(model: nn.Module, name: str = "0.weight") -> Tensor:
+    return dict(qq.export_weights(model, "modelopt"))[f"{name}_scale_2"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- step
+
+
+def test_quantization_starts_at_the_step_that_the_schedule_names():
+    model = mlp(schedule=qq.Schedule(start_step=2))
+    plain = qq.revert(copy.deepcopy(model))
+    quantized = mlp()
+    for i in range(1, 4):
+        assert_same_bits(model(rows()), plain(rows()) if i <= 2 else quantized(rows()))
+        report = qq.step(model)
+        assert (report.step, report.quantizing) == (i, i >= 2)
+    with qq.full_precision(model):
+        assert_same_bits(model(rows()), plain(rows()))
+
+
+def test_a_delayed_start_survives_checkpointed_training():
+    model = mlp(schedule=qq.Schedule(start_step=1))
+    x = rows().requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    out.sum().backward()
+    expected = qq.revert(copy.deepcopy(model))
+    expected.zero_grad()
+    expected(rows()).sum().backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad)
+
+
+def test_a_frozen_scale_is_trained_with_and_exported_when_weights_outgrow_it(tmp_path: Path):
+    model = mlp(schedule=qq.Schedule(weight_scale="frozen"))
+    before = scale_of(model)
+    assert qq.step(model).scales_moved == 2
+    with torch.no_grad():
+        model[0].weight[0, 0] = 100.0
+    report = qq.step(model, track_codes=True)
+    assert report.scales_moved == 0
+    assert_same_bits(scale_of(model), before)
+    top = 6 * 448 * float(before)
+    assert report.by_weight["0.weight"][1] == 1 / model[0].weight.numel()
+    assert report.clipped == 1 / sum(m.weight.numel() for m in (model[0], model[2]))
+    amax = torch.tensor(top, dtype=torch.bfloat16)
+    expected = ops.fake_quantize(model[0].weight.detach(), tensor_amax=amax)
+    assert expected[0, 0] == top
+    assert_same_bits(model[0](rows()), nn.functional.linear(rows(), expected, model[0].bias))
+    qq.export_checkpoint(model, tmp_path / "out", dialect="compressed-tensors")
+    assert qq.verify(model, tmp_path / "out").ok
+
+
+def test_an_ema_scale_follows_slowly():
+    model = mlp(schedule=qq.Schedule(weight_scale="ema", decay=0.75))
+    qq.step(model)
+    first = model[0].weight.detach().abs().amax().float()
+    with torch.no_grad():
+        model[0].weight[3, 3] = 8 * first
+    for expected in (0.75 * first + 0.25 * 8 * first, 0.75 * (0.75 * first + 2 * first) + 2 * first):
+        assert qq.step(model).scales_moved == 1
+        held = qq.quant_state_dict(model)["0.weight_amax"]
+        assert_same_bits(held, expected)
+        assert_same_bits(scale_of(model), ops.scale_from_amax(held.bfloat16())[0])
+
+
+def test_scales_of_expert_stacks_are_held_for_each_expert():
+    model = qq.convert(tiny_model("qwen3_moe").bfloat16(), "w4a16", schedule=qq.Schedule(weight_scale="frozen"))
+    ids = torch.arange(3, 15)[None]
+    before = model(ids).logits
+    qq.step(model)
+    assert_same_bits(model(ids).logits, before)
+    exported = dict(qq.export_weights(model, "modelopt"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    again = dict(qq.export_weights(model, "modelopt"))
+    scales = [name for name in exported if name.endswith("weight_scale_2")]
+    assert scales
+    for name in scales:
+        assert_same_bits(again[name], exported[name])
+
+
+def test_the_share_of_codes_that_changed():
+    model = mlp()
+    first = qq.step(model, track_codes=True)
+    assert first.changed is None
+    assert qq.step(model, track_codes=True).changed == 0.0
+    q = ops.quantize(model[0].weight.detach())
+    value = ops.dequantize(q)
+    with torch.no_grad():  # a code of the middle of a block, its amax untouched
+        row, column = divmod(int((value.abs() < value.abs().amax() / 4).flatten().nonzero()[0]), 32)
+        block = model[0].weight[row, column // 16 * 16 : column // 16 * 16 + 16]
+        position = int(block.abs().argmin())
+        block[position] = -block.abs().max() / 2
+    report = qq.step(model, track_codes=True)
+    assert report.by_weight["0.weight"][0] == 1 / model[0].weight.numel()
+    assert report.by_weight["2.weight"][0] == 0.0
+    assert report.to_dict() == {"step": 3, "scales_moved": 0, "changed": report.changed, "clipped": 0.0}
+
+
+def test_the_schedule_resumes_from_its_state():
+    schedule = qq.Schedule(start_step=1, weight_scale="ema")
+    model = mlp(schedule=schedule)
+    for _ in range(3):
+        qq.step(model)
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+    resumed = mlp(schedule=schedule)
+    resumed.load_state_dict(model.state_dict())
+    qq.load_quant_state_dict(resumed, qq.quant_state_dict(model))
+    assert_same_bits(resumed(rows()), model(rows()))
+    assert qq.step(resumed) == qq.step(model)
+    assert_same_bits(resumed(rows()), model(rows()))
+    qq.load_quant_state_dict(resumed, {})
+    assert qq.step(resumed).step == 1
+
+
+def test_step_refuses_what_does_not_train():
+    with pytest.raises(ValueError, match="has not been converted"):
+        qq.step(nn.Linear(16, 16))
+    rollout = qq.convert(linears("a"), "w4a4_residual")
+    with pytest.raises(ValueError, match="step: this is a rollout model"):
+        qq.step(rollout)
+    with pytest.raises(ValueError, match="schedule= is for trainers"):
+        qq.convert(linears("a"), "w4a4_residual", schedule=qq.Schedule())
+    with pytest.raises(ValueError, match="keeps its schedule"):
+        qq.convert(mlp(), "w4a4", schedule=qq.Schedule())
+    for wrong in ({"start_step": -1}, {"decay": 1.0}, {"weight_scale": "static"}):
+        with pytest.raises(ValueError, match=r"^Schedule: |WeightScale: unknown value"):
+            qq.Schedule(**wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------- accumulate
+
+
+def gradients(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    for x in inputs:
+        out = model(x)
+        (out.logits if hasattr(out, "logits") else out).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_accumulated_gradients_have_the_same_bits(experts: str):
+    model = tiny_model("qwen3_moe").bfloat16()
+    model.set_experts_implementation(experts)
+    qq.convert(model, "w4a16")
+    ids = [torch.arange(3, 15)[None] + i for i in range(2)]
+    expected = gradients(model, ids)
+    calls = []
+    original = ops.quantize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "quantize", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+        with qq.accumulate(model, debug=True):
+            got = gradients(model, ids)
+    assert len(calls) == len(qq.coverage(model).quantized)  # once for all micro-batches
+    for a, b in zip(got, expected, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("kind", ["linear", "list of experts", "transposed experts"])
+def test_every_kind_of_weight_accumulates(kind: str):
+    torch.manual_seed(0)
+    if kind == "linear":
+        model, inputs = mlp(), [rows(i) for i in range(3)]
+    elif kind == "list of experts":
+        model, inputs = qq.convert(nn.Sequential(ListMoE()), "w4a16"), [rows(i, torch.float32) for i in range(3)]
+    else:
+        model, inputs = qq.convert(tiny_model("gpt_oss").bfloat16(), "w4a16"), [torch.arange(3, 15)[None]] * 2
+    expected = gradients(model, inputs)
+    with qq.accumulate(model):
+        got = gradients(model, inputs)
+    for a, b in zip(got, expected, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_codes_do_not_outlive_the_block():
+    model = mlp()
+    with qq.accumulate(model):
+        before = model(rows())
+        assert model[0].code_cache.entries
+    assert not model[0].code_cache.entries
+    with torch.no_grad():
+        model[0].weight.mul_(-1)
+    assert not torch.equal(model(rows()), before)
+    with pytest.raises(RuntimeError), qq.accumulate(model):
+        model(rows()[:, :5])  # a wrong shape
+    assert not model[0].code_cache.active
+
+
+def test_a_weight_that_changes_inside_the_block_is_found_in_debug_mode():
+    model = mlp()
+    with qq.accumulate(model, debug=True):
+        model(rows())
+        model[2].weight.data[0, 0] += 1  # shows in neither _version nor data_ptr
+        with pytest.raises(RuntimeError, match=r"accumulate: 2\.weight has changed.*leave the block"):
+            model(rows())
+    with (
+        qq.accumulate(model),
+        pytest.raises(RuntimeError, match="already inside accumulate"),
+        qq.accumulate(model),
+    ):
+        pass
+    with qq.accumulate(model), pytest.raises(RuntimeError, match="step: inside accumulate"):
+        qq.step(model)
