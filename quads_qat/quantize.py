@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quads_qat import checkpoint_io, dialects, engine_limits, ops
-from quads_qat.calibrate import calibration_data, observed_amaxes, recorded_scales
+from quads_qat.activation_scales import calibration_data, observed_amaxes, recorded_scales
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
 from quads_qat.config import Dialect, Recipe, Scope
 from quads_qat.export import (

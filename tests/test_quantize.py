@@ -227,7 +227,7 @@ def test_calibration_on_text_with_the_checkpoints_tokenizer(tmp_path: Path) -> N
     assert all(bool(t > 0) for t in scales)
     assert len({t.item() for t in scales}) > 3
     assert qq.verify_checkpoint(source, tmp_path / "out").ok
-    from quads_qat.calibrate import LENGTH, ROWS, _tokens
+    from quads_qat.activation_scales import LENGTH, ROWS, _tokens
 
     batches = _tokens(source, text.read_text("utf-8") * 3, False)
     assert [tuple(b.shape) for b in batches[:2]] == [(ROWS, LENGTH), (ROWS, LENGTH)]
