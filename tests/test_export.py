@@ -327,7 +327,7 @@ def test_companions_are_copied_and_the_config_is_extended(tmp_path: Path) -> Non
     }
     written = config(tmp_path / "out")
     assert written.pop("quantization_config")["quant_method"] == "compressed-tensors"
-    assert written.pop("quads_qat") == {"recipe": "aligned", "scope": "all", "trainer": "w4a16"}
+    assert written.pop("quads_qat") == qq.Contract(recipe=qq.Recipe.ALIGNED).to_json()
     assert written == original
 
 
