@@ -157,7 +157,7 @@ def _operand(q: NVFP4Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
     if q.recipe is Recipe.ALIGNED:  # a power of two: exact in bf16 as well
         parts, p = (q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale), None
     else:
-        one = torch.ones((), device=q.device)
+        one = torch.ones((), dtype=torch.float32, device=q.device)
         parts, p = (q.qdata, q.block_scale, one, one), q.per_tensor_scale.reshape(-1).expand(rows)
     return library.dequantize(*parts, Recipe.ALIGNED.value, torch.bfloat16, "triton"), p
 

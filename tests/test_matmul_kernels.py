@@ -214,6 +214,17 @@ def test_no_rows_and_no_outputs():
     assert run(noise(1, 4, 128), nothing).shape == (4, 0)
 
 
+def test_the_default_dtype_changes_nothing():
+    q, x = weight(48, 128), noise(2, 20, 128)
+    tiles = Wide(64, 16, 4, 4, 2, 2, stacked=True)
+    wanted = run(x, q, config=tiles)
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does while it loads
+    try:
+        assert_same_bits(run(x, q, config=tiles), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_row_scales_multiply_each_term():
     q = weight(48, 128)
     for m in (3, 20):

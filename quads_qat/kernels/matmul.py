@@ -311,7 +311,7 @@ def launch(
     steps = tiles_of(blocks, config.blocks)
     if config.splits > 1:
         size = tiles * config.splits * config.rows * config.height(terms)
-        workspace, counter = torch.empty(size, device=x.device), counters(x.device, tiles)
+        workspace, counter = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device, tiles)
     else:
         workspace = counter = y
     wide_kernel[tiles, config.splits](
@@ -360,7 +360,7 @@ def _decode_and_multiply(
         if second is not None:  # one product over twice the K: both sums in fp32, one rounding
             x, w = torch.cat([x, second], 1), torch.cat([w, w], 1)
         return F.linear(x, w, None if bias is None else bias.to(dtype))
-    total = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float32, device=x.device)
     for i, term in enumerate([x] if second is None else [x, second]):
         part = torch.mm(term, w.t(), out_dtype=torch.float32) if x.is_cuda else term.float() @ w.float().t()
         total += part if row_scale is None else part * row_scale[i][:, None]
