@@ -163,6 +163,11 @@ def check_grouped_gemm(who: str, x: Tensor, weight: NVFP4Tensor, offs: Tensor) -
             f"{who}: offs must be int32 [E={weight.shape[0]}] (the row after each expert's last), got {offs.dtype} "
             f"{tuple(offs.shape)}; torch.cumsum(counts, 0, dtype=torch.int32) makes one"
         )
+    if weight.per_tensor_scale.ndim > 1:
+        raise ValueError(
+            f"{who}: the weight's per_tensor_scale must be [] or [E], got {tuple(weight.per_tensor_scale.shape)}; "
+            "quantize it with one scale for each expert"
+        )
     if not weight.device == offs.device == x.device:
         raise ValueError(f"{who}: x is on {x.device}, weight on {weight.device}, offs on {offs.device}; move them")
     if can_look(offs) and len(offs):

@@ -2,8 +2,8 @@
 
 The specification is ``reference_matmul``. bf16 inputs and ``Recipe.ALIGNED`` weights are multiplied as they are packed;
 what the kernels do not know (fp32 and fp16 inputs of W4A16, other recipes there, whose decoded weights are rounded to
-x's dtype, gradients) is decoded first and multiplied by cuBLAS: the same operands, more traffic. Where tensor cores
-multiply NVFP4 (sm_100, sm_120), W4A4 operands stay packed.
+x's dtype, a scale for each row of the weight, gradients) is decoded first: the same operands, more traffic. Where
+tensor cores multiply NVFP4 (sm_100, sm_120), W4A4 operands stay packed.
 """
 
 from __future__ import annotations
@@ -128,6 +128,11 @@ def _multiply(
     return _matmul_op(x, second, *parts, bias, row_scale, offs, weight.recipe.value, dtype)
 
 
+def _scaled_by_row(weight: NVFP4Tensor) -> bool:
+    """Whether rows of the weight have scales of their own, which the kernels do not know."""
+    return weight.per_tensor_scale.numel() > 1 and weight.per_tensor_scale.ndim > 1
+
+
 def _pair(terms: Tensor) -> tuple[Tensor, Tensor | None]:
     """[T, M, K] -> the first term and the second, if there is one."""
     return terms[0], terms[1] if len(terms) == 2 else None
@@ -135,10 +140,12 @@ def _pair(terms: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, offs: Tensor | None = None) -> Tensor:
     """``reference_matmul.linear_w4a16`` and, with ``offs``, ``grouped_linear_w4a16``."""
-    packed = x.dtype == torch.bfloat16 and weight.recipe is Recipe.ALIGNED
+    packed = x.dtype == torch.bfloat16 and weight.recipe is Recipe.ALIGNED and not _scaled_by_row(weight)
     if packed and not (torch.is_grad_enabled() and x.requires_grad):
         rows = x.reshape(-1, x.shape[-1])
         return _multiply(rows, None, weight, bias, None, offs, x.dtype).view(*x.shape[:-1], weight.shape[-2])
+    if offs is not None and x.dtype != torch.bfloat16:  # grouped_mm is for bf16
+        return reference_matmul.grouped_linear_w4a16(x, weight, offs, bias)
     parts = weight.qdata, weight.block_scale, weight.per_tensor_scale, weight.stored_scale
     decoded = library.dequantize(*parts, weight.recipe.value, x.dtype, "triton")
     if offs is None:
@@ -181,6 +188,8 @@ def linear_w4a4(
     offs: Tensor | None = None,
 ) -> Tensor:
     """``reference_matmul.linear_w4a4`` and, with ``offs``, ``grouped_linear_w4a4`` where each row has its own scale."""
+    if _scaled_by_row(weight):
+        return reference_matmul.linear_w4a4(x.detach(), weight, bias, activation=activation, input_amax=input_amax)
     rows = x.detach().reshape(-1, x.shape[-1])
     if offs is None and _multiplies_fp4(x.device):
         y = _native([_quantized(rows, activation, input_amax)], weight, bias, x.dtype)
@@ -208,6 +217,9 @@ def residual_linear(
 
     Both terms meet each tile of the weight while it is decoded: one pass over the weights.
     """
+    if _scaled_by_row(weight):
+        options = {"activation": activation, "input_amax": input_amax, "mask": mask}
+        return reference_matmul.residual_linear(x.detach(), weight, residual, bias, **options)
     rows = x.detach().reshape(-1, x.shape[-1])
     if offs is None and _multiplies_fp4(x.device):
         both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)

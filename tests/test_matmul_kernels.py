@@ -363,6 +363,17 @@ def test_ops_of_quantized_activations_follow_the_reference(recipe: Recipe, scale
         assert ((y - wanted).abs() <= 2 * 258 * 2.0**-22 * size).all()
 
 
+def test_a_weight_with_a_scale_for_each_row_is_decoded_first():
+    rows = torch.randn(16, 64)
+    q = reference.quantize(rows, tensor_amax=reference.amax(rows, dim=-1)).to(DEVICE)
+    x = noise(3, 64)
+    assert_same_bits(ops.linear_w4a16(x, q, backend="triton"), reference_matmul.linear_w4a16(x, q))
+    assert_same_bits(ops.linear_w4a4(x, q, backend="triton"), ops.linear_w4a4(x, q, backend="reference"))
+    residual = ResidualConfig(fraction=0.5)
+    y = ops.residual_linear(x, q, residual, backend="triton")
+    assert_same_bits(y, ops.residual_linear(x, q, residual, backend="reference"))
+
+
 def test_grouped_ops_follow_the_reference():
     q = weight(3, 16, 64, dim=(1, 2))
     offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)

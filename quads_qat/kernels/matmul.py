@@ -290,7 +290,7 @@ def launch(
         scale_pointer(per_tensor_scale),
         x if row_scale is None else row_scale,
     ]
-    pointers += [x if bias is None else bias, x if ends is None else ends, y]
+    pointers += [x if bias is None else bias.contiguous(), x if ends is None else ends, y]
     groups = 0 if ends is None else ends.numel()
     given = groups, per_tensor_scale.numel() > 1, row_scale is not None, bias is not None, assembly
     options = _options(config, terms, *given, device_of(x)[1])
