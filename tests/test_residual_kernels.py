@@ -284,3 +284,13 @@ def every_element():
     for s in formats.E4M3_MAGNITUDES[1:]:
         amax = torch.tensor(6 * s).bfloat16()
         yield torch.cat([amax.expand(len(elements), 1), torch.where(elements.abs() <= amax, elements, 0)], 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("scope", ["token", "batch", None])
+def test_the_operator_traces_with_the_shapes_that_it_returns(scope: str | None, backend: str):
+    x = noise(2, 32).to(DEVICE)
+    arguments = (x, None, None, "aligned", "per_token", scope, 0.5, "l2", 1, True, backend)
+    torch.library.opcheck(
+        torch.ops.quads_qat.quantize_activation.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
