@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from quads_qat import cli
@@ -134,6 +137,14 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
     ("arguments", "message"),
     [
         (("quantize", DATA, "{tmp}/out"), "pass --weights-only"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--calibrate", "x"), "or one of --calibrate and --activ"),
+        (("quantize", DATA, "{tmp}/out", "--calibrate", "{tmp}/x"), "cannot be read as text to calibrate on"),
+        (("quantize", DATA, "{tmp}/out", "--activations-from", DATA), "this is no NVFP4 checkpoint"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--workers", "0"), "workers"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--max-shard-size", "5"), "got '5'"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--max-shard-size", "0MB"), "must be a number > 0"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--device", "meta"), "must be cpu or cuda, got 'meta'"),
+        (("quantize", DATA, "{tmp}/out", "--weights-only", "--device", "cuda:99"), "--device cuda:99 cannot be used"),
         (("quantize", "{tmp}/nothing", "{tmp}/out", "--weights-only"), "no such directory"),
         (("quantize", DATA, DATA, "--weights-only"), "exists already; remove it or choose another destination"),
         (("quantize", DATA, "{tmp}/a/b", "--weights-only"), "no such directory; create it first"),
@@ -154,6 +165,22 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
 def test_mistakes_are_one_line_and_exit_code_2(arguments: tuple[object, ...], message: str, tmp_path: Path):
     assert_one_line_error(quads_qat(*(str(a).replace("{tmp}", str(tmp_path)) for a in arguments)), message)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_takes_activation_scales_and_shows_rate_and_remaining_time(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    shown = io.StringIO()
+    monkeypatch.setattr(cli, "err", Console(file=shown, force_terminal=True, width=100))
+    source, peer = (
+        Path(__file__).parent / "data" / "checkpoints" / name for name in ("bf16/qwen3", "modelopt/qwen3-nvfp4")
+    )
+    arguments = ("--recipe", "modelopt-ieee", "--activations-from", peer, "--max-shard-size", "1.5mb", "--json")
+    done = quads_qat("quantize", source, tmp_path / "out", *arguments)
+    assert done.returncode == 0, done.stderr
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[n].float(), t.float()) for n, t in load_file(peer / "model.safetensors").items())
+    assert re.search(r"qwen3.*\d/\d+(\.\d+)? [kM]?B.*\d:\d\d:\d\d", shown.getvalue())
 
 
 def test_the_module_is_the_command_line():
