@@ -187,8 +187,8 @@ class ActivationFormat:
 class ResidualConfig:
     """Which part of the activation residual ``x - Q(x)`` is quantized a second time and added back.
 
-    The defaults were chosen by the gap on SmolLM2-135M: half of the channels per token take 97 % off the KL that quantized
-    activations add, per batch 83 %, all channels 99 % (benchmarks/RESULTS.md).
+    The defaults were chosen by the gap on SmolLM2-135M: half of the channels per token take 97 % off the KL that
+    quantized activations add, per batch 83 %, all channels 99 % (benchmarks/RESULTS.md).
 
     Attributes:
         fraction: share of channels in [0, 1]; 0 is naive W4A4, 1 compensates everything.
