@@ -155,6 +155,21 @@ def is_transposed_stack(model: nn.Module, name: str) -> bool:
     return layout is not None and layout.transposed and name.rpartition(".")[2] in layout.parameters
 
 
+def with_stacks_of(reader: Reader, plan: Plan) -> Plan:
+    """``plan`` for a BF16 checkpoint that has experts in 3-D tensors where others have a tensor for each."""
+
+    def moved(disk: DiskWeight) -> DiskWeight:
+        stack = re.sub(r"(\.experts)\.\d+\..*", rf"\1.{disk.weight.parameter}", disk.source)
+        if disk.expert is None or disk.source in reader or stack not in reader:
+            return disk
+        transposed = disk.weight.format.transposed
+        return replace(
+            disk, source=stack, source_expert=disk.expert, source_rows=disk.rows, source_transposed=transposed
+        )
+
+    return Plan([moved(disk) for disk in plan.weights], plan.biases)
+
+
 def cut(t: Tensor, expert: int | None, rows: slice | None) -> Tensor:
     """Rows of one expert of [(E,) N, *]: a view."""
     t = t if expert is None else t[expert]

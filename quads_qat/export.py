@@ -17,7 +17,7 @@ from torch import nn
 
 from quads_qat import checkpoint_io, dialects, engine_limits
 from quads_qat import contract as contracts
-from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, export_plan, layer_of, natural_order
+from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, export_plan, layer_of, natural_order, with_stacks_of
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, Scope
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
@@ -105,7 +105,7 @@ def plan_checkpoint(
     """
     model = skeleton(reader.path, reader.names(), trust_remote_code=trust_remote_code)
     conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude)
-    plan = export_plan(model, conversion, dialect)
+    plan = with_stacks_of(reader, export_plan(model, conversion, dialect))
     missing = [d.source for d in plan.weights if d.source not in reader]
     if missing:
         raise ValueError(

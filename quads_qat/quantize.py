@@ -118,6 +118,11 @@ def quantize_checkpoint(
                 directory.note("amaxes", observed_amaxes(reader.path, text, device=device, **options))
             for group, amax in directory.notes["amaxes"].items():
                 conversion.observers[group].amax = torch.tensor(amax, dtype=torch.float32)
+            if unseen := [o.name for o in conversion.observers.values() if o.amax is None]:
+                raise ValueError(
+                    f"quantize: the calibration did not reach {unseen[0]} and {len(unseen) - 1} other activation "
+                    "groups; leave them in high precision (exclude=, --exclude), or calibrate on data that does"
+                )
             scales.update(input_scales(plan, conversion, dialect, "observed"))
         write_shards(directory, shards, workers or _cores(), Progress(progress, reader.nbytes()))
         for file in companions:

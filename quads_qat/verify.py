@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, ops
 from quads_qat.autograd import fake_quantize_weight
-from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan
+from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan, with_stacks_of
 from quads_qat.compare import difference, tensors_of
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
@@ -198,7 +198,7 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         checkpoint.recipe = Recipe(recipe)
     reader = checkpoint_io.Reader(source)
     model = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe)[0]
-    _, plan = checkpoint.plan(model)
+    plan = with_stacks_of(reader, checkpoint.plan(model)[1])
     report = Report()
     for group in scale_groups_on_disk(plan):
         tensors = [disk.read_source(reader) for disk in group]

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterable
@@ -110,6 +111,42 @@ def test_large_groups_are_read_twice_with_the_same_bytes(
     qq.quantize_checkpoint(tmp_path / "source", tmp_path / "twice", dialect=dialect, workers=3)
     assert contents(tmp_path / "held") == contents(tmp_path / "twice")
     assert qq.verify_checkpoint(tmp_path / "source", tmp_path / "twice").ok
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        *((name, "model.") for name in ("qwen3_moe", "qwen3_5_moe", "mixtral", "nemotron_h")),
+        ("qwen3_5_moe", "model.language_model."),
+    ],
+)
+@dialects
+def test_experts_that_are_3d_in_the_source(dialect: Dialect, name: str, prefix: str, tmp_path: Path) -> None:
+    """As some publish them; the result has the names and bytes of a source with one tensor for each expert."""
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path / "single")
+    stacked = shutil.copytree(tmp_path / "single", tmp_path / "stacked")
+    stored = tensors(stacked)
+    for parameter, tensor in model.state_dict().items():
+        if tensor.ndim == 3 and parameter.rpartition(".")[0].endswith("experts"):
+            layer = re.search(r"\.layers\.\d+\.", parameter)[0]  # pyright: ignore
+            base = next(n for n in stored if layer in n and _of_an_expert(n)).split(".experts.")[0]
+            stored[f"{base}.experts.{parameter.rpartition('.')[2]}"] = tensor
+    stored = {n: t for n, t in stored.items() if not _of_an_expert(n)}
+    renamed = {n.replace("model.", prefix, 1) if n.startswith("model.") else n: t for n, t in stored.items()}
+    save_file({n: t.clone() for n, t in renamed.items()}, stacked / "model.safetensors", {"format": "pt"})
+    qq.quantize_checkpoint(tmp_path / "single", tmp_path / "a", dialect=dialect)
+    qq.quantize_checkpoint(stacked, tmp_path / "b", dialect=dialect)
+    ours = {n.replace(prefix, "model.", 1): t for n, t in tensors(tmp_path / "b").items()}
+    expected = tensors(tmp_path / "a")
+    assert ours.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(ours[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
+    assert qq.verify_checkpoint(stacked, tmp_path / "b").ok
+
+
+def _of_an_expert(name: str) -> bool:
+    return re.search(r"\.experts\.\d+\.", name) is not None
 
 
 def peak_growth(call: Callable[[], None]) -> int:
