@@ -145,7 +145,7 @@ class W4A16Experts(StandsFor):
                 self._observe(None, *args, **kwargs)
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         if self._grouped():
-            return grouped_forward(self, *args, **kwargs)
+            return grouped_forward(self, self._project_grouped, *args, **kwargs)
         sources = {name: self.source(name) for name in self.layout.parameters}
         quantized = {name: self._quantized(name, sources[name]) for name in self.layout.parameters}
         if self._observing():
@@ -167,6 +167,14 @@ class W4A16Experts(StandsFor):
         return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm" and hasattr(
             self, "has_gate"
         )
+
+    def _project_grouped(self, name: str, x: Tensor, offs: Tensor, expert: Tensor) -> Tensor:
+        if self.observers[name].enabled:
+            self.observers[name].update(x)
+        amax, codes = self.source(name)
+        weight: Any = self._parameters[name]
+        out = autograd.grouped_linear(x, weight, offs, amax, self.weight_formats[name], codes)
+        return out + getattr(self, f"{name}_bias")[expert] if self.layout.bias else out
 
     def _observing(self) -> bool:
         return any(observer.enabled for observer in self.observers.values())
@@ -365,8 +373,16 @@ def _one_expert(
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 
 
-def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def grouped_forward(
+    module: Any,
+    project: Callable[[str, Tensor, Tensor, Tensor], Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     """The ``grouped_mm`` dispatch: rows sorted by expert, one GEMM call per projection. Traceable as one graph.
+
+    ``project(parameter, rows [M, K], offs [E], expert of each row [M])`` is a projection of all experts -> [M, N].
 
     The steps and their order are those of transformers' ``grouped_mm_experts_forward``
     (integrations/moe.py), so that the bits are the same; slots of experts on other ranks (expert parallelism) sort to
@@ -387,16 +403,11 @@ def grouped_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         expert_of_slot = expert_of_slot.clamp(max=module.num_experts - 1)
         rows = rows.masked_fill(elsewhere, 0.0)
 
-    def project(name: str, x: Tensor) -> Tensor:
-        if module.observers[name].enabled:
-            module.observers[name].update(x)
-        amax, codes = module.source(name)
-        out = autograd.grouped_linear(x, module._parameters[name], offs, amax, module.weight_formats[name], codes)
-        if layout.bias:
-            out = out + getattr(module, f"{name}_bias")[expert_of_slot]
+    def projected(name: str, x: Tensor) -> Tensor:
+        out = project(name, x, offs, expert_of_slot)
         return out if elsewhere is None else out.masked_fill(elsewhere, 0.0)
 
-    out = project(layout.down, join_gate(module, project(layout.first[0], rows)))
+    out = projected(layout.down, join_gate(module, projected(layout.first[0], rows)))
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     out = out * weights.unsqueeze(-1)

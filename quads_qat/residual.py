@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quads_qat import ops, reference_matmul
 from quads_qat.autograd import activation_amax
 from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
-from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop
+from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop, grouped_forward
 from quads_qat.qtensor import NVFP4Tensor
 
 _FIELDS = ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
@@ -284,17 +284,39 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
         before_dispatch = self._mask_before_dispatch(hidden_states)
         fixed = None if self.residual is None else replace(self.residual, scope=ResidualScope.STATIC)
 
-        def project(name: str, expert: int, x: Tensor) -> Tensor:
-            if self.record is not None:
-                self.record(self, name, expert, x)
-            bias = getattr(self, f"{name}_bias")[expert] if self.layout.bias else None
+        def project(name: str, x: Tensor, expert: int | None = None, offs: Tensor | None = None) -> Tensor:
+            bias = getattr(self, f"{name}_bias") if self.layout.bias else None
+            bias = bias if bias is None or expert is None else bias[expert]
             amax, mask, residual = getattr(self, f"{name}_input_amax"), before_dispatch, fixed
             if mask is None or name == self.layout.down:
                 mask, residual = getattr(self, f"{name}_residual_mask"), self.residual
-                mask = mask if mask is None or mask.ndim == 1 else mask[expert]
-            return _project(x, _one_expert(packed[name], expert), bias, self.activation, residual, amax, mask)
+                mask = mask if mask is None or mask.ndim == 1 or expert is None else mask[expert]
+            q = packed[name] if expert is None else _one_expert(packed[name], expert)
+            return _project(x, q, bias, self.activation, residual, amax, mask, offs)
 
-        return experts_loop(self, self.layout, project, *args, **kwargs)
+        def project_expert(name: str, expert: int, x: Tensor) -> Tensor:
+            if self.record is not None:
+                self.record(self, name, expert, x)
+            return project(name, x, expert)
+
+        if self._multiplies_grouped(hidden_states, packed):
+            return grouped_forward(self, lambda name, x, offs, _: project(name, x, offs=offs), *args, **kwargs)
+        return experts_loop(self, self.layout, project_expert, *args, **kwargs)
+
+    def _multiplies_grouped(self, hidden_states: Tensor, packed: dict[str, NVFP4Tensor]) -> bool:
+        """Whether all experts go through one call of a GEMM per projection, with no value read by the host.
+
+        On a GPU, for experts that transformers dispatches as well; else they run one by one. The two add up the
+        experts' outputs in another order.
+        """
+        dispatched = hasattr(self, "has_gate") and not getattr(self, "_is_expert_parallel", False)
+        scales = all(q.per_tensor_scale.ndim <= 1 for q in packed.values())
+        return self.grouped_on(hidden_states) and dispatched and scales and self.record is None
+
+    @staticmethod
+    def grouped_on(x: Tensor) -> bool:
+        """Where grouped GEMMs are the faster way."""
+        return x.is_cuda
 
     def _mask_before_dispatch(self, hidden_states: Tensor) -> Tensor | None:
         """One mask [K] for the first projection of all experts, where the config asks for it."""
@@ -334,15 +356,22 @@ def _project(
     residual: ResidualConfig | None,
     input_amax: Tensor | None,
     residual_mask: Tensor | None,
+    offs: Tensor | None = None,
 ) -> Tensor:
+    """One linear or, with ``offs``, one projection of all experts."""
     if activation is None:
-        return ops.linear_w4a16(x, weight, bias)
+        if offs is None:
+            return ops.linear_w4a16(x, weight, bias)
+        return ops.grouped_linear_w4a16(x, weight, offs, bias)
     if activation.scale is ActivationScale.STATIC and input_amax is None:
         raise ValueError(_UNCALIBRATED.format("activation_scale='static'", "activation_scale='per_token'"))
+    how: dict[str, Any] = {"activation": activation, "input_amax": input_amax}
     if residual is None:
-        return ops.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
+        if offs is None:
+            return ops.linear_w4a4(x, weight, bias, **how)
+        return ops.grouped_linear_w4a4(x, weight, offs, bias, **how)
     if residual.scope is ResidualScope.STATIC and residual.fraction > 0 and residual_mask is None:
         raise ValueError(_UNCALIBRATED.format("scope='static'", "scope='token'"))
-    return ops.residual_linear(
-        x, weight, residual, bias, activation=activation, input_amax=input_amax, mask=residual_mask
-    )
+    if offs is None:
+        return ops.residual_linear(x, weight, residual, bias, mask=residual_mask, **how)
+    return ops.grouped_residual_linear(x, weight, offs, residual, bias, mask=residual_mask, **how)

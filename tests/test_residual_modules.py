@@ -385,3 +385,31 @@ STATIC_SCALE = ActivationFormat(scale=ActivationScale.STATIC)
 def test_a_packed_linear_refuses_wrong_input(x: Tensor, arguments: dict, error: type[Exception], message: str):
     with pytest.raises(error, match=re.escape(message)):
         packed_linear(**arguments)(x)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights_only": True},
+        {"residual": ResidualConfig(fraction=0.0)},
+        {"residual": ResidualConfig(scope="token")},
+        {"residual": ResidualConfig(scope="batch")},
+        {"residual": ResidualConfig(scope="batch", expert_mask="before_dispatch")},
+    ],
+    ids=["w4a16", "w4a4", "token", "batch", "before dispatch"],
+)
+def test_grouped_gemms_give_what_the_experts_give_one_by_one(arch: str, options: dict, monkeypatch):
+    """With one expert a token there is no sum over experts, whose order differs."""
+    model = tiny_model(arch)
+    qq.convert(model, "w4a4_residual", **options)
+    experts = next(m for m in model.modules() if isinstance(m, ResidualCompensatedExperts))
+    k = experts.packed(experts.layout.first[0]).shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, k, generator=generator).to(next(model.parameters()).dtype)
+    index = torch.randint(0, 3, (9, 1), generator=generator)  # the last expert has no rows
+    weights = torch.rand(9, 1, generator=generator).to(x.dtype)
+    expected = experts(x, index, weights)
+    monkeypatch.setattr(ResidualCompensatedExperts, "grouped_on", staticmethod(lambda x: True))
+    monkeypatch.setattr("quads_qat.residual.experts_loop", None)
+    assert_same_bits(experts(x, index, weights), expected)
