@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quads_qat import autograd
+from quads_qat import autograd, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
 from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
 from quads_qat.qtensor import NVFP4Tensor
@@ -158,6 +158,10 @@ class W4A16Experts(StandsFor):
         """What the parameter's scales are made from: [E] or []."""
         return autograd.amax_of(self.scale_groups[name], self.weight_formats[name])
 
+    def _weight(self, name: str) -> Tensor:
+        """The master weight: of a stack that is sharded over ranks, the experts of this rank."""
+        return sharding.local(self._parameters[name])  # pyright: ignore[reportArgumentType]
+
     def source(self, name: str) -> Source:
         """What the quantized parameter is made from, besides itself: the amax, or its codes inside ``accumulate``."""
         codes = self.code_cache.codes(self, name, self.scale_groups[name], self.weight_formats[name])
@@ -172,7 +176,7 @@ class W4A16Experts(StandsFor):
         if self.observers[name].enabled:
             self.observers[name].update(x)
         amax, codes = self.source(name)
-        weight: Any = self._parameters[name]
+        weight = self._weight(name)
         out = autograd.grouped_linear(x, weight, offs, amax, self.weight_formats[name], codes)
         return out + getattr(self, f"{name}_bias")[expert] if self.layout.bias else out
 
@@ -181,7 +185,7 @@ class W4A16Experts(StandsFor):
 
     def _quantized(self, name: str, source: Source) -> Tensor:
         amax, codes = source
-        weight: Any = self._parameters[name]
+        weight = self._weight(name)
         return autograd.fake_quantize_ste(weight, fmt=self.weight_formats[name], amax=amax, codes=codes)
 
     def _stand_in(self, replaced: dict[str, Tensor]) -> nn.Module:
@@ -196,8 +200,7 @@ class W4A16Experts(StandsFor):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nullcontext()
         again = [
-            (q, _again(self._parameters[name], sources[name], self.weight_formats[name]))
-            for name, q in quantized.items()
+            (q, _again(self._weight(name), sources[name], self.weight_formats[name])) for name, q in quantized.items()
         ]
         return autograd.recompute_quantized(again)
 

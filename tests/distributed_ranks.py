@@ -19,12 +19,13 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import quads_qat as qq
 from quads_qat import autograd
+from quads_qat.experts import W4A16Experts
 
 Losses = list[list[float]]  # by step, then by micro-batch
 
@@ -244,6 +245,54 @@ def expert_without_tokens(rank: int, world: int) -> None:
         assert torch.equal(p.grad.full_tensor(), (a + b) / 2)
 
 
+def expert_parallel(rank: int, world: int) -> None:
+    """Stacks sharded on E: each rank runs its experts on all tokens, slots of others are masked, outputs are added."""
+    for arch, dispatch in (("qwen3_moe", "grouped_mm"), ("qwen3_moe", "eager"), ("gpt_oss", "grouped_mm")):
+        expected, model = (tiny_model(arch).float() for _ in range(2))
+        for m in (expected, model):
+            m.set_experts_implementation(dispatch)
+            qq.convert(m, "w4a16")
+        mesh = init_device_mesh("cpu", (world,))
+        whole, module = (next(e for e in m.modules() if isinstance(e, W4A16Experts)) for m in (expected, model))
+        with torch.no_grad():
+            for m in (whole, module):  # an amax that the last rank alone sees
+                m._parameters["down_proj"][-1, 3, 5] = 3.0
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[name] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+        experts, k = whole.layout.routed_experts, 64
+        local = experts // world
+        x = torch.randn(7, k, generator=torch.Generator().manual_seed(1))
+        index = torch.stack([torch.arange(7) % experts, (torch.arange(7) + 1) % experts], 1)
+        weights = torch.full((7, 2), 0.5)
+        wanted = whole(x, index, weights)
+        mine = torch.where(index // local == rank, index - rank * local, local)
+        module.num_experts, module._is_expert_parallel = local, True
+        if whole.layout.bias:
+            module = _with_local_biases(module)
+        got = module(x, mine, weights)
+        total = got.detach().clone()
+        dist.all_reduce(total)
+        _close(total, wanted)
+        got.square().sum().backward()
+        for name in whole.layout.parameters:
+            gradient = module._parameters[name].grad
+            assert gradient.placements == (Shard(0),)
+            assert gradient.to_local().abs().sum() > 0
+            amax = module.amax(name)
+            part = slice(rank * local, (rank + 1) * local) if whole.weight_formats[name].per_expert else ...
+            assert torch.equal(amax, whole.amax(name)[part])
+        got, wanted = exported(model), exported(expected)
+        assert all(torch.equal(got[name], t) for name, t in wanted.items())
+
+
+def _with_local_biases(module: nn.Module) -> nn.Module:
+    """Biases are not the quantized module's business: whoever shards experts hands it those of its own."""
+    for name in module.layout.parameters:
+        module.__dict__[f"{name}_bias"] = module._parameters[f"{name}_bias"].to_local()
+    return module
+
+
 def fsdp2_with_tensor_parallel(rank: int, world: int) -> None:
     expected, model = mlp(), mlp()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -279,6 +328,7 @@ TWO_RANKS = {
     "tensor parallel": tensor_parallel,
     "cut blocks": cut_blocks,
     "an expert without tokens": expert_without_tokens,
+    "expert parallel": expert_parallel,
 }
 FOUR_RANKS = {"fsdp2 x tensor parallel": fsdp2_with_tensor_parallel}
 
