@@ -1,13 +1,15 @@
 """The benchmarks check bits before they measure, and their command line shows what they found."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from benchmarks import cuda_timing, quantize, quantize_cpu, quantize_peers, weight_sync
+from benchmarks import cuda_timing, export_cpu, quantize, quantize_cpu, quantize_peers, weight_sync
 from benchmarks.__main__ import app
 from benchmarks.cuda_timing import Times
 from benchmarks.quantize_peers import FAKE_QUANTIZE, QUANTIZE, Peer
@@ -195,3 +197,26 @@ def test_a_call_is_timed_by_a_graph_unless_it_waits():
     assert times["adds"].device is not None
     assert 0 < times["adds"].device < times["adds"].called
     assert cuda_timing.in_turn(calls, rounds=1, graphs=False)["adds"].device is None
+
+
+def test_export_cpu_compares_bytes_before_it_times(monkeypatch: pytest.MonkeyPatch):
+    def other_bytes(source: Path):
+        def make(out: Path) -> dict[str, float]:
+            tensors = load_file(source / "model.safetensors")
+            out.mkdir()
+            save_file({name: tensor + 1 for name, tensor in tensors.items()}, out / "model.safetensors")
+            return {export_cpu.PEER: 1.0, export_cpu.EXPORT: 0.5}
+
+        return make
+
+    def missing(source: Path):
+        raise ImportError("No module named 'peer'")
+
+    sizes = {"layers": 1, "experts": 2, "hidden": 128, "intermediate": 32, "rounds": 1, "workers": 1}
+    for peer, note in ((other_bytes, "not timed: .* names differ"), (missing, "skipped: No module named 'peer'")):
+        monkeypatch.setattr(export_cpu, "_modelopt", peer)
+        rows = {row.name: row for row in export_cpu.export_cpu(**sizes).rows}
+        assert rows[export_cpu.WHOLE].seconds
+        assert rows[export_cpu.PEER].seconds is None
+        assert re.match(note, rows[export_cpu.PEER].note)
+        assert export_cpu.EXPORT not in rows
