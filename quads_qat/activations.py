@@ -112,7 +112,7 @@ def _quantize_activation_meta(
     return terms, x.new_empty(x.shape if return_mask and count == 2 else (0,), dtype=torch.bool)
 
 
-_operator = library._define("quantize_activation", _quantize_activation, _quantize_activation_meta)
+_operator = library.define("quantize_activation", _quantize_activation, _quantize_activation_meta)
 
 
 def _by_reference(

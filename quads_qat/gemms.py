@@ -58,7 +58,7 @@ def _matmul_meta(
     return x.new_empty((x.shape[0], qdata.shape[-2]), dtype=dtype)
 
 
-_matmul_op = library._define("matmul", _matmul, _matmul_meta)
+_matmul_op = library.define("matmul", _matmul, _matmul_meta)
 
 
 def _native_matmul(
@@ -89,7 +89,7 @@ def _native_matmul_meta(
     return x.new_empty((x.shape[1], qdata.shape[0]), dtype=dtype)
 
 
-_native_matmul_op = library._define("native_matmul", _native_matmul, _native_matmul_meta)
+_native_matmul_op = library.define("native_matmul", _native_matmul, _native_matmul_meta)
 
 
 @lru_cache

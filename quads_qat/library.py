@@ -25,7 +25,7 @@ _RECIPES = {recipe.value: recipe for recipe in Recipe}  # a lookup, where Recipe
 _LIBRARY = torch.library.Library("quads_qat", "FRAGMENT")
 
 
-def _define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register ``function`` as ``quads_qat::name``, ``fake`` as its shapes; neither sees tensors that want gradients.
 
     ``torch.library.custom_op`` would do, but adds some 20 us of Python to every call, as much as a launch.
@@ -50,7 +50,7 @@ def _amax_meta(tensors: list[Tensor], dim: list[int] | None, backend: str = "ref
     return x.new_empty(()) if dim is None else x.sum(dim, keepdim=dim == [-1])  # its shape; amax refuses empty dims
 
 
-amax = _define("amax", _amax, _amax_meta)
+amax = define("amax", _amax, _amax_meta)
 
 
 def _kernel_reduces(x: Tensor, dim: tuple[int, ...] | None) -> bool:
@@ -74,7 +74,7 @@ def _scale_from_amax_meta(tensor_amax: Tensor, recipe: str) -> tuple[Tensor, Ten
     return torch.empty_like(tensor_amax, dtype=torch.float32), torch.empty_like(tensor_amax, dtype=torch.float32)
 
 
-scale_from_amax = _define("scale_from_amax", _scale_from_amax, _scale_from_amax_meta)
+scale_from_amax = define("scale_from_amax", _scale_from_amax, _scale_from_amax_meta)
 
 
 def _quantize(
@@ -131,7 +131,7 @@ def _quantize_meta(
     )
 
 
-quantize = _define("quantize", _quantize, _quantize_meta)
+quantize = define("quantize", _quantize, _quantize_meta)
 
 
 def _dequantize(
@@ -165,7 +165,7 @@ def _dequantize_meta(
     return qdata.new_empty((*qdata.shape[:-1], 2 * qdata.shape[-1]), dtype=dtype)
 
 
-dequantize = _define("dequantize", _dequantize, _dequantize_meta)
+dequantize = define("dequantize", _dequantize, _dequantize_meta)
 
 
 def _fake_quantize(
@@ -206,8 +206,8 @@ def _fake_quantize_meta(
     return x.new_empty(x.shape, dtype=dtype)
 
 
-fake_quantize = _define("fake_quantize", _fake_quantize, _fake_quantize_meta)
+fake_quantize = define("fake_quantize", _fake_quantize, _fake_quantize_meta)
 
 # A second op with the same arithmetic. With one op for both, the compiled joint graph would merge the backward's call
 # with the forward's and keep the quantized weight alive in between.
-fake_quantize_backward = _define("fake_quantize_backward", _fake_quantize, _fake_quantize_meta)
+fake_quantize_backward = define("fake_quantize_backward", _fake_quantize, _fake_quantize_meta)

@@ -62,6 +62,11 @@ class NVFP4Tensor:
         """Bytes of codes and scales: 0.5625 per element plus the per-tensor scales."""
         return self.qdata.nbytes + self.block_scale.nbytes + self.per_tensor_scale.nbytes
 
+    def expert(self, index: int) -> NVFP4Tensor:
+        """The matrix of one expert of a stack [E, N, K] (views); a per-tensor scale [] is that of all."""
+        p, stored = (s if s.ndim == 0 else s[index] for s in (self.per_tensor_scale, self.stored_scale))
+        return NVFP4Tensor(self.qdata[index], self.block_scale[index], p, self.recipe, stored)
+
     def to(self, device: torch.device | str) -> NVFP4Tensor:
         """The same codes and scales on ``device``. There is no dtype to convert."""
         moved = {

@@ -82,7 +82,7 @@ def grouped(
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             own = None if bias is None else bias[expert]
-            out[start:end] = of_expert(x[start:end], _expert(weight, expert), own, expert)
+            out[start:end] = of_expert(x[start:end], weight.expert(expert), own, expert)
         start = max(start, end)
     return out
 
@@ -90,12 +90,6 @@ def grouped(
 def grouped_linear_w4a16(x: Tensor, weight: NVFP4Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
     """:func:`linear_w4a16` of each expert with its own rows."""
     return grouped(x, weight, offs, bias, lambda rows, w, b, _: linear_w4a16(rows, w, b))
-
-
-def _expert(q: NVFP4Tensor, expert: int) -> NVFP4Tensor:
-    scales = (s if s.ndim == 0 else s[expert] for s in (q.per_tensor_scale, q.stored_scale))
-    p, stored = scales
-    return NVFP4Tensor(q.qdata[expert], q.block_scale[expert], p, q.recipe, stored)
 
 
 def quantize_activation(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None = None) -> NVFP4Tensor:

@@ -291,7 +291,7 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
             if mask is None or name == self.layout.down:
                 mask, residual = getattr(self, f"{name}_residual_mask"), self.residual
                 mask = mask if mask is None or mask.ndim == 1 or expert is None else mask[expert]
-            q = packed[name] if expert is None else _one_expert(packed[name], expert)
+            q = packed[name] if expert is None else packed[name].expert(expert)
             return _project(x, q, bias, self.activation, residual, amax, mask, offs)
 
         def project_expert(name: str, expert: int, x: Tensor) -> Tensor:
@@ -339,13 +339,6 @@ def residual_rows(x: Tensor, activation: ActivationFormat, input_amax: Tensor | 
     rows = x.detach().reshape(-1, x.shape[-1])
     q = ops.quantize(rows, tensor_amax=activation_amax(rows, activation, input_amax), recipe=activation.recipe)
     return rows.float() - ops.dequantize(q, torch.float32)
-
-
-def _one_expert(q: NVFP4Tensor, expert: int) -> NVFP4Tensor:
-    def pick(scale: Tensor) -> Tensor:
-        return scale if scale.ndim == 0 else scale[expert]
-
-    return NVFP4Tensor(q.qdata[expert], q.block_scale[expert], pick(q.per_tensor_scale), q.recipe, pick(q.stored_scale))
 
 
 def _project(
