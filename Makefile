@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test notebooks lint clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -13,6 +13,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -q
+
+# Needs TRL, which `make test` goes without: the notebooks run, without being changed, and so do TRL's tests.
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python -m pytest -q tests/test_integrations_trl.py tests/test_notebooks.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -29,4 +33,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.notebooks: $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[trl]' ipykernel nbclient nbformat
 	@touch $@

@@ -166,6 +166,25 @@ def _load_with_transformers(path: Path) -> dict[str, bool]:
     }
 
 
+def byte_tokenizer() -> Any:
+    """The tokenizer of the bundled model as transformers wants one: id = byte, newline ends a text, byte 0 pads.
+
+    >>> byte_tokenizer()("37+45=")["input_ids"] == list(b"37+45=")
+    True
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # the rest goes by other letters
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(256 + i) if byte not in b"\n\0" else chr(byte): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\n", pad_token="\0")
+
+
 # -------------------------------------------------------------------------------------------------------- measurement
 
 

@@ -22,6 +22,9 @@ from quads_qat.received import compare_received, compare_rollout
 from quads_qat.token_log_probs import best_shift, best_temperature, token_log_probs
 from quads_qat.weight_stream import ActivationScales
 
+_FEW = 256
+"""Tokens, below which one of them can carry the gap over a limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GapLimits:
@@ -339,5 +342,7 @@ def _gap(
             "repair what failed above first; if nothing did, raise ResidualConfig(fraction=...), use scope='token', "
             "leave sensitive layers out of the conversion, or set limits= for this model"
         )
+        if gap.tokens < _FEW:
+            way_out += f"; {gap.tokens} tokens are few, some hundreds tell more"
         return gap, Check("gap", False, f"{seen} ({', '.join(exceeded)})", way_out)
     return gap, Check("gap", True, f"{seen}, {gap.tokens} tokens")

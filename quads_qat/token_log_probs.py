@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _FITS = 0.25
 """An explanation counts when it leaves at most this part of the mean gap."""
+
+_TOKENS = 2048
+"""Whose logits are held at once."""
 
 
 def token_log_probs(
@@ -21,17 +23,17 @@ def token_log_probs(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-probabilities [B, count], float32, of the last ``count`` tokens, from one forward a row, in eval mode.
+    """Log-probabilities [B, count], float32, of the last ``count`` tokens, in eval mode, without gradient.
 
     Args:
-        model: takes ``input_ids`` [1, T] and returns logits [1, T, V], or an output that has ``logits``.
+        model: takes ``input_ids`` [b, T] and returns logits [b, T, V], or an output that has ``logits``.
         input_ids: [B, T].
         count: below T.
         attention_mask: [B, T], passed on.
         temperature: divides the logits.
     """
-    rows = _rows_of_logits(model, input_ids, count, attention_mask)
-    return torch.stack([chosen(logits, ids, temperature) for logits, ids in rows])
+    batches = _batches_of_logits(model, input_ids, count, attention_mask)
+    return torch.cat([chosen(logits, ids, temperature) for logits, ids in batches])
 
 
 def chosen(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -41,22 +43,23 @@ def chosen(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 @torch.no_grad()
-def _rows_of_logits(
+def _batches_of_logits(
     model: nn.Module, input_ids: Tensor, count: int, attention_mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [count, V], the tokens [count] that they predict), row by row: a vocabulary is large."""
+    """(logits [b, count, V], the tokens [b, count] that they predict), few rows at a time: a vocabulary is large."""
     device = next(p.device for p in (*model.parameters(), *model.buffers()))
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters
+    rows = max(1, _TOKENS // count)
     with _evaluating(model):
-        for row, ids in enumerate(input_ids.to(device)):
-            arguments: dict[str, Any] = (
-                {} if attention_mask is None else {"attention_mask": attention_mask[row : row + 1].to(device)}
-            )
+        for start in range(0, len(input_ids), rows):
+            ids, arguments = input_ids[start : start + rows].to(device), {}
+            if attention_mask is not None:
+                arguments["attention_mask"] = attention_mask[start : start + rows].to(device)
             if keeps:
                 arguments["logits_to_keep"] = count + 1
-            out = model(ids[None], **arguments)
+            out = model(ids, **arguments)
             logits = getattr(out, "logits", out)
-            yield logits[0, -count - 1 : -1], ids[-count:]
+            yield logits[:, -count - 1 : -1], ids[:, -count:]
 
 
 @contextmanager
@@ -101,14 +104,15 @@ def best_temperature(
     candidates = [temperature, *(k / 20 for k in range(1, 51))]
     total, count = torch.zeros(len(candidates), dtype=torch.float64), 0
     counted = torch.ones_like(given, dtype=torch.bool) if mask is None else mask.to(given.device).bool()
-    rows = _rows_of_logits(model, input_ids, given.shape[-1], attention_mask)
-    for (logits, ids), reported, counts in zip(rows, given, counted, strict=True):
-        some = counts.nonzero().flatten()[:64]
-        logits, ids, reported = logits[some.to(logits.device)], ids[some.to(ids.device)], reported[some]
-        count += len(some)
+    counted &= counted.cumsum(-1) <= 64
+    start = 0
+    for logits, ids in _batches_of_logits(model, input_ids, given.shape[-1], attention_mask):
+        some = counted[start : start + len(ids)]
+        reported = given[start : start + len(ids)][some].to(logits.device)
+        logits, ids = logits[some.to(logits.device)], ids[some.to(ids.device)]
         for i, t in enumerate(candidates):
-            total[i] += (chosen(logits, ids, t) - reported.to(logits.device)).abs().sum().double().cpu()
+            total[i] += (chosen(logits, ids, t) - reported).abs().sum().double().cpu()
+        start, count = start + len(some), count + len(reported)
     means = (total / count).tolist()
     best = min(range(len(candidates)), key=means.__getitem__)
-    plain = means[0]
-    return (candidates[best], means[best]) if means[best] <= _FITS * plain else None
+    return (candidates[best], means[best]) if means[best] <= _FITS * means[0] else None
