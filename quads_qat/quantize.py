@@ -242,7 +242,7 @@ class _Work:
             try:
                 q = ops.quantize(x, tensor_amax=amax, recipe=self.recipe, check_finite=True)
             except ValueError as error:
-                raise ValueError(f"{disk.source}: {error}") from error
+                raise ValueError(f"{disk.source}: {error}, or exclude its module") from error
             for name, tensor in emit(disk, q, self.dialect, self.scales):
                 if tensor.ndim == 2:
                     yield name, (expert or 0) * tensor.nbytes, tensor
