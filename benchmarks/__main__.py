@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import activation, export_cpu, matmul, quantize, quantize_cpu, residual_quality, weight_sync  # noqa: F401  each module registers its benchmarks when it is imported
+from benchmarks import (  # noqa: F401  each module registers its benchmarks when it is imported
+    activation,
+    export_cpu,
+    matmul,
+    quantize,
+    quantize_cpu,
+    residual_quality,
+    training,
+    weight_sync,
+)
 from benchmarks.registry import BENCHMARKS, Benchmark
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measurements against other implementations.")

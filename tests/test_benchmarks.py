@@ -220,3 +220,17 @@ def test_export_cpu_compares_bytes_before_it_times(monkeypatch: pytest.MonkeyPat
         assert rows[export_cpu.PEER].seconds is None
         assert re.match(note, rows[export_cpu.PEER].note)
         assert export_cpu.EXPORT not in rows
+
+
+def test_training_steps_are_compared_with_bf16_and_bits_come_first(monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import training
+
+    sizes = {"hidden": 32, "intermediate": 32, "dense_hidden": 32, "dense_intermediate": 48, "tokens": 8, "layers": 2}
+    report = training.training(rounds=1, experts=4, top_k=2, **sizes)
+    rows = {row.name: row for row in report.rows}
+    assert len(rows) == 15
+    assert all(row.seconds for name, row in rows.items() if not name.startswith("nvidia"))
+    monkeypatch.setattr(training, "_differs", lambda base, x: True)
+    report = training.training(rounds=1, experts=4, top_k=2, **sizes)
+    assert not any(row.seconds for row in report.rows if row.name.startswith("W4A16"))
+    assert all("no time" in row.note for row in report.rows if row.name.startswith("W4A16"))

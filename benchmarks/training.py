@@ -1,0 +1,223 @@
+"""What W4A16 QAT costs a trainer on one GPU: step time and peak memory of a dense MLP and of MoE layers, BF16 = 1."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import quads_qat as qq
+from benchmarks.registry import Report, Row, benchmark
+
+MICRO_BATCHES = 4
+
+
+@dataclass
+class StepReport(Report):
+    """Rows with the time of a step, its ratio to BF16, and the peak of memory beyond what the model holds."""
+
+    bf16: dict[str, tuple[float, int]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def machine(self) -> str:
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else super().machine
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        return ("step", "ms", "of BF16's time", "peak MB", "of BF16's peak", "note")
+
+    @property
+    def legend(self) -> str:
+        return (
+            "A step is forward, backward and fused AdamW; median of all rounds, as called from Python. peak MB: the "
+            "most memory that was allocated during a step, weights, gradients and optimizer state included"
+        )
+
+    def cells(self) -> list[tuple[str, ...]]:
+        table = []
+        for row in self.rows:
+            if row.seconds is None:
+                table.append((row.name, "-", "-", "-", "-", row.note))
+                continue
+            seconds, peak = self.bf16[row.ours]
+            mine = self.peaks[row.name]
+            ratio = f"{mine / peak:.3f}" if peak else "-"
+            numbers = (f"{row.seconds * 1e3:.2f}", f"{row.seconds / seconds:.3f}", f"{mine / 1e6:.0f}", ratio)
+            table.append((row.name, *numbers, row.note))
+        return table
+
+
+class DenseMLP(nn.Module):
+    """Llama's: gate and up [I, H], down [H, I]."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MoE(nn.Module):
+    """``layers`` routed Qwen3-MoE blocks of transformers, one after the other, with its ``grouped_mm`` experts."""
+
+    def __init__(self, layers: int, experts: int, top_k: int, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        config = Qwen3MoeConfig(
+            hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts, num_experts_per_tok=top_k
+        )
+        config._experts_implementation = "grouped_mm"
+        self.blocks = nn.ModuleList(Qwen3MoeSparseMoeBlock(config) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            out = block(x[None])
+            x = x + (out[0] if isinstance(out, tuple) else out)[0]
+        return x
+
+
+@benchmark("training")
+def training(
+    rounds: int = 7,
+    experts: int = 128,
+    top_k: int = 8,
+    hidden: int = 2048,
+    intermediate: int = 768,
+    dense_hidden: int = 4096,
+    dense_intermediate: int = 14336,
+    tokens: int = 8192,
+    layers: int = 4,
+) -> Report:
+    """Step time and peak memory of QAT against BF16: dense MLP, an MoE layer, four of them, and peers where they run."""
+    report = StepReport(
+        "Training steps, bf16 weights", 1, "steps", ("torch", "triton", "transformers", "nvidia-modelopt")
+    )
+    moe = lambda n: MoE(n, experts, top_k, hidden, intermediate)  # noqa: E731
+    dense = lambda: DenseMLP(dense_hidden, dense_intermediate)  # noqa: E731
+    _case(
+        report,
+        f"dense MLP {dense_hidden} -> {dense_intermediate}, {tokens} tokens",
+        dense,
+        dense_hidden,
+        tokens,
+        rounds,
+    )
+    for n in (tokens, 4 * tokens):
+        _case(report, f"MoE layer, {n} tokens", lambda: moe(1), hidden, n, rounds)
+    name = f"MoE layer, {MICRO_BATCHES} micro-batches of {tokens} tokens"
+    _case(report, name, lambda: moe(1), hidden, tokens, rounds, micro_batches=MICRO_BATCHES)
+    _case(report, f"{layers} MoE layers, {tokens} tokens", lambda: moe(layers), hidden, tokens, rounds)
+    return report
+
+
+def _case(
+    report: StepReport,
+    name: str,
+    build: Callable[[], nn.Module],
+    hidden: int,
+    tokens: int,
+    rounds: int,
+    micro_batches: int = 1,
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        base = build()
+        x = torch.randn(tokens, hidden).bfloat16()
+    with torch.no_grad():
+        for p in base.parameters():
+            p.normal_(std=0.02)
+    base = base.bfloat16()
+    arms: dict[str, Callable[[], tuple[nn.Module, bool]]] = {
+        "BF16": lambda: (copy.deepcopy(base), False),
+        "W4A16 QAT": lambda: (qq.convert(copy.deepcopy(base), "w4a16"), False),
+    }
+    if micro_batches > 1:
+        arms["W4A16 QAT, codes kept"] = lambda: (qq.convert(copy.deepcopy(base), "w4a16"), True)
+    else:
+        arms["nvidia-modelopt QAT"] = lambda: (_modelopt(copy.deepcopy(base), x), False)
+    wrong = _differs(base, x)
+    bf16 = f"BF16: {name}"
+    for arm, make in arms.items():
+        label = f"{arm}: {name}"
+        if wrong and arm.startswith("W4A16"):
+            report.rows.append(
+                Row(label, None, note="output differs from the BF16 model with quantized weights: no time")
+            )
+            continue
+        try:
+            model, kept = make()
+            seconds, peak = _measure(model, x, rounds, micro_batches, kept)
+        except Exception as error:  # a peer that is missing, refuses the model or runs out of memory is a row
+            if arm != "nvidia-modelopt QAT":
+                raise
+            report.rows.append(Row(label, None, note=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"))
+            continue
+        report.peaks[label] = peak
+        if arm == "BF16":
+            report.bf16[label] = seconds, peak
+        report.rows.append(Row(label, seconds, ours=bf16))
+        del model
+
+
+def _differs(base: nn.Module, x: Tensor) -> bool:
+    """Whether QAT's forward is not, bit for bit, that of the plain model with the exported weights put in."""
+    trainer, plain = qq.convert(copy.deepcopy(base), "w4a16"), copy.deepcopy(base)
+    groups = qq.coverage(trainer).groups
+    with torch.no_grad():
+        for names in groups.values():
+            weights = [plain.get_parameter(name) for name in names]
+            stacked = weights[0].ndim == 3
+            amax = qq.ops.amax(*[w.detach() for w in weights], dim=(1, 2) if stacked else None)
+            for w in weights:
+                w.copy_(qq.ops.dequantize(qq.ops.quantize(w.detach(), tensor_amax=amax), w.dtype))
+        rows = x[:512]
+        return not torch.equal(trainer(rows), plain(rows))
+
+
+def _modelopt(model: nn.Module, x: Tensor) -> nn.Module:
+    import modelopt.torch.quantization as mtq
+
+    config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
+    config["quant_cfg"]["*input_quantizer"] = {"enable": False}
+    return mtq.quantize(model, config, lambda m: m(x[:512]))
+
+
+def _measure(model: nn.Module, x: Tensor, rounds: int, micro_batches: int, kept: bool) -> tuple[float, int]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=x.is_cuda)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with qq.accumulate(model) if kept else nullcontext():
+            for _ in range(micro_batches):
+                model(x).float().square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    cuda = x.is_cuda
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    optimizer.zero_grad()
+    return statistics.median(times), peak
