@@ -66,7 +66,7 @@ def fake_quantize_weight(
     return sharding.on_shards(weight, quantize)
 
 
-def _fake_quantize_weight_again(
+def fake_quantize_weight_again(
     weight: Tensor,
     amax: Tensor | None,
     fmt: WeightFormat,
@@ -78,7 +78,7 @@ def _fake_quantize_weight_again(
     if codes is not None:
         return fake_quantize_weight(weight, None, fmt, dtype, codes)
     assert amax is not None
-    seen = _after(amax, grad) if torch.compiler.is_compiling() else amax
+    seen = after(amax, grad) if torch.compiler.is_compiling() else amax
 
     def quantize(w: Tensor) -> Tensor:
         oriented = _export_view(w, fmt)
@@ -88,7 +88,7 @@ def _fake_quantize_weight_again(
 
 
 @torch.library.custom_op("quads_qat::after", mutates_args=())
-def _after(x: Tensor, other: Tensor) -> Tensor:
+def after(x: Tensor, other: Tensor) -> Tensor:
     """``x``, not to be had before ``other``.
 
     A partitioner moves what it can compute from forward inputs alone into the forward graph, and keeps the result.
@@ -96,7 +96,7 @@ def _after(x: Tensor, other: Tensor) -> Tensor:
     return x.clone()
 
 
-@_after.register_fake
+@after.register_fake
 def _(x: Tensor, other: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -219,7 +219,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad, ctx.codes)
+            quantized = fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad, ctx.codes)
             grad_x = rows.mm(quantized).view(x.shape)
         if ctx.needs_input_grad[1]:
             if ctx.activation is not None:
@@ -254,7 +254,8 @@ def linear(
     return _Linear.apply(x, weight, bias, amax, fmt, activation, static_amax, codes)  # pyright: ignore[reportReturnType]
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """``F.grouped_mm``, traceable with every dtype: a [M, K] and b [E, K, N], or a [K, M] and b [M, N]; offs [E]."""
     if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
         return _opaque_grouped_mm(a, b, offs)
     return _grouped_mm_kernel(a, b, offs)
@@ -294,7 +295,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, offs, amax)
         ctx.fmt, ctx.codes = fmt, codes
         quantized = fake_quantize_weight(weight, amax, fmt, x.dtype, codes)
-        return _grouped_mm(x, quantized if fmt.transposed else quantized.transpose(-2, -1), offs)
+        return grouped_mm(x, quantized if fmt.transposed else quantized.transpose(-2, -1), offs)
 
     @staticmethod
     @once_differentiable
@@ -303,11 +304,11 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            quantized = _fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad, ctx.codes)
-            grad_x = _grouped_mm(grad, quantized.transpose(-2, -1) if ctx.fmt.transposed else quantized, offs)
+            quantized = fake_quantize_weight_again(weight, amax, ctx.fmt, x.dtype, grad, ctx.codes)
+            grad_x = grouped_mm(grad, quantized.transpose(-2, -1) if ctx.fmt.transposed else quantized, offs)
         if ctx.needs_input_grad[1]:
             left, right = (x, grad) if ctx.fmt.transposed else (grad, x)
-            grad_weight = _grouped_mm(left.transpose(-2, -1), right, offs).to(weight.dtype)
+            grad_weight = grouped_mm(left.transpose(-2, -1), right, offs).to(weight.dtype)
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -106,6 +106,16 @@ def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
     return found[0][1], found[0][1].__dict__[STATE]
 
 
+def require_unwrapped(root: nn.Module, who: str) -> None:
+    """Raise ValueError if adapters wrap modules of a converted model, whose names and weights then are other ones."""
+    for name, module in root.named_modules():
+        if "base_layer" in module._modules or "original_module" in module._modules:
+            raise ValueError(
+                f"{who}: {name} is wrapped by an adapter that is not merged; call model.merge_and_unload() first, or "
+                f"`with quads_qat.integrations.peft.merged(model) as plain:` {who} of plain"
+            )
+
+
 def check_patterns(**arguments: Sequence[str]) -> None:
     """Patterns are lists of globs, names and valid regular expressions."""
     for argument, patterns in arguments.items():

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from quads_qat import ops
 from quads_qat.autograd import group_amax
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Schedule, Scope
-from quads_qat.conversion import STATE, Conversion, Skipped, Weight, check_patterns, conversion_of, full_name, select
+from quads_qat.conversion import (
+    STATE,
+    Conversion,
+    Skipped,
+    Weight,
+    check_patterns,
+    conversion_of,
+    full_name,
+    require_unwrapped,
+    select,
+)
 from quads_qat.experts import W4A4Experts, W4A16Experts, layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
@@ -109,6 +119,7 @@ def convert(
 
     if any(STATE in m.__dict__ for m in model.modules()):
         root, conversion = conversion_of(model, "convert")
+        require_unwrapped(root, "convert")
         _check_is_whole(model, root)
         _check_transition(conversion, mode, recipe, scope, include, exclude, groups)
         fresh = False
@@ -331,6 +342,7 @@ def revert(model: M) -> M:
         raise ValueError(
             "revert: a rollout model holds packed weights only; quads_qat.load_model gives BF16 weights of a checkpoint"
         )
+    require_unwrapped(root, "revert")
     added = ("weight_format", "scale_group", "observer", "full_precision", "code_cache", "activation_format")
     added_experts = ("weight_formats", "scale_groups", "observers", "layout", "original_class")
     for name in {w.module for w in conversion.weights.values()}:
@@ -392,6 +404,7 @@ def coverage(model: nn.Module) -> Coverage:
     for name, weight in conversion.weights.items():
         module = root.get_submodule(weight.module)
         rollout = conversion.mode is Mode.W4A4_RESIDUAL
+        module = getattr(module, "base_layer", module)  # wrapped by an adapter
         shape = module.packed(weight.parameter).shape if rollout else module._parameters[weight.parameter].shape  # pyright: ignore
         quantized[name] = (shape.numel(), weight.group)
         groups.setdefault(weight.group, []).append(name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quads_qat import autograd, ops, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
-from quads_qat.scale_groups import ScaleGroup
+from quads_qat.scale_groups import ScaleGroup, master
 
 
 @dataclass(eq=False)
@@ -90,8 +90,10 @@ class CodeCache:
         """
         if not self.active:
             return None
-        weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
         key = (id(module), parameter)
+        if key in self.entries and not self.debug:
+            return self.entries[key][0]
+        weight = master(module, parameter)
         if key not in self.entries:
             codes = autograd.weight_codes(weight.detach(), autograd.amax_of(group, fmt), fmt)
             self.entries[key] = codes, _checksum(weight) if self.debug else 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import ops, reference_matmul
+from quads_qat import adapters, ops, reference_matmul
 from quads_qat.autograd import activation_amax
 from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
 from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop, grouped_forward
@@ -190,7 +190,8 @@ class ResidualCompensatedLinear(PackedModule):
     """A linear with packed weights [N, K] that quantizes its input and compensates the worst of the residual.
 
     x [..., K] -> [..., N] in x's dtype. ``activation=None`` multiplies x as it is (weight-only, W4A16): the same
-    products as the trainer's W4A16 forward; on a GPU they are summed in another order. ``residual=None`` is naive W4A4.
+    products as the trainer's W4A16 forward; on a GPU they are summed in another order. x gets a gradient then, for
+    adapters on a frozen base (``integrations.peft``). ``residual=None`` is naive W4A4.
 
     Buffers: ``weight_qdata`` [N, K/2], ``weight_block_scale`` [N, K/16], ``weight_per_tensor_scale``,
     ``weight_stored_scale``, ``input_amax`` [] (static activation scale), ``residual_mask`` [K] bool (scope static).
@@ -353,9 +354,7 @@ def _project(
 ) -> Tensor:
     """One linear or, with ``offs``, one projection of all experts."""
     if activation is None:
-        if offs is None:
-            return ops.linear_w4a16(x, weight, bias)
-        return ops.grouped_linear_w4a16(x, weight, offs, bias)
+        return adapters.packed_linear(x, weight, bias, offs)
     if activation.scale is ActivationScale.STATIC and input_amax is None:
         raise ValueError(_UNCALIBRATED.format("activation_scale='static'", "activation_scale='per_token'"))
     how: dict[str, Any] = {"activation": activation, "input_amax": input_amax}

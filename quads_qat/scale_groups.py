@@ -116,7 +116,14 @@ class ScaleGroup:
                 f"{self.members[inside][2]} shares its per-tensor scale with {self.members[outside][2]}, which is "
                 "still sharded; wrap the parent module that holds both as one FSDP unit"
             )
-        return weights
+        return [master(module, parameter) for module, parameter, _ in self.members]
+
+
+def master(module: nn.Module, parameter: str) -> Tensor:
+    """What is quantized: the parameter, or what an adapter makes of it (``integrations.peft``)."""
+    weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
+    adapted = module.__dict__.get("adapted")
+    return weight if adapted is None else adapted(weight)
 
 
 def whole(weight: Tensor) -> Tensor:

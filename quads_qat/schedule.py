@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, sharding
 from quads_qat.config import Mode, WeightFormat, WeightScale
-from quads_qat.conversion import Conversion, Weight, conversion_of
+from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.scale_groups import ScaleGroup
 
@@ -67,6 +67,8 @@ def step(model: nn.Module, *, track_codes: bool = False) -> StepReport:
     root, conversion = _trainer(model, "step")
     if conversion.code_cache.active:
         raise RuntimeError("step: inside accumulate, whose codes belong to one optimizer step; leave the block first")
+    if track_codes:
+        require_unwrapped(root, "step(track_codes=True)")
     conversion.steps += 1
     schedule = conversion.schedule
     quantizing = conversion.steps >= schedule.start_step

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),
     ("L1", ("checks", "library", "activations", "gemms", "ops")),
-    ("L2", ("sharding", "autograd")),
+    ("L2", ("sharding", "autograd", "adapters")),
     ("L3", ("linear", "experts", "residual")),
     (
         "L4",

@@ -1,0 +1,200 @@
+"""Gradients that low-rank adapters need: through packed weights, and through a quantized merged weight.
+
+``y = x @ Q(W + sum s B A).T``: quantizing comes after merging, so that what is trained is what a merged export holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from quads_qat import autograd, ops, sharding
+from quads_qat.config import Recipe, WeightFormat
+from quads_qat.qtensor import NVFP4Tensor
+
+
+class Factors(NamedTuple):
+    """One low-rank update ``scaling * b @ a`` of a weight [N, K]."""
+
+    a: Tensor  #: [r, K]
+    b: Tensor  #: [N, r]
+    scaling: float
+
+
+# ---------------------------------------------------------------------------------------------------- merged, quantized
+
+
+@torch.library.custom_op("quads_qat::merge_adapters", mutates_args=())
+def _merge(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Tensor:
+    """In a graph too this is one call: a compiler that fused the product would change its bits."""
+    with torch.autocast(weight.device.type, enabled=False):  # a merge outside of autocast must give the same
+        merged = weight.float()
+        for right, left, factor in zip(a, b, scaling, strict=True):
+            merged = merged + (left.float() @ right.float()) * factor
+    return merged.to(weight.dtype)
+
+
+@_merge.register_fake
+def _(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def merge(weight: Tensor, factors: Sequence[Factors]) -> Tensor:
+    """``weight + sum s B A``, summed in fp32 and rounded once to the weight's dtype. No gradient.
+
+    >>> merge(torch.zeros(2, 16), [Factors(torch.ones(1, 16), torch.ones(2, 1), 0.5)])[0, 0]
+    tensor(0.5000)
+    """
+    if not factors:
+        return weight
+    if any(sharding.is_sharded(t) for t in (weight, *(t for f in factors for t in f[:2]))):
+        raise ValueError(
+            "merge: tensor-parallel weights with adapters are not supported; shard with FSDP2, adapters and base in "
+            "one unit"
+        )
+    parts = ([f.a.detach() for f in factors], [f.b.detach() for f in factors], [f.scaling for f in factors])
+    return _merge(weight.detach(), *parts)
+
+
+class _MergedLinear(torch.autograd.Function):
+    """``y = x @ Q(W + sum s B A).T + bias``; keeps x, W and the factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        fmt: WeightFormat | None,
+        codes: NVFP4Tensor | None,
+        scaling: tuple[float, ...],
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, amax, *factors)
+        ctx.fmt, ctx.codes, ctx.scaling = fmt, codes, scaling
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if codes is None or fmt is None:
+            weight = merge(weight, _factors(factors, scaling))
+        used = weight.to(x.dtype) if fmt is None else autograd.fake_quantize_weight(weight, amax, fmt, x.dtype, codes)
+        return F.linear(x, used, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, amax, *factors = ctx.saved_tensors
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grads: list[Tensor | None] = [None] * (7 + len(factors))
+        if ctx.needs_input_grad[0]:
+            grads[0] = rows.mm(_used_again(ctx, weight, amax, factors, x.dtype, grad)).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grads[1] = rows.t().mm(inputs).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grads[2] = rows.sum(0).to(ctx.bias_dtype)
+        for i, (a, b, scaling) in enumerate(_factors(factors, ctx.scaling)):
+            # the gradient of the whole weight, rows.T @ inputs, is never made: r rows or columns of it will do
+            if ctx.needs_input_grad[7 + 2 * i]:
+                grads[7 + 2 * i] = (rows.to(b.dtype) @ b).t().mm(inputs.to(b.dtype)).to(a.dtype) * scaling
+            if ctx.needs_input_grad[8 + 2 * i]:
+                grads[8 + 2 * i] = rows.to(a.dtype).t().mm(inputs.to(a.dtype) @ a.t()).to(b.dtype) * scaling
+        return tuple(grads)
+
+
+def _factors(flat: Sequence[Tensor], scaling: Sequence[float]) -> list[Factors]:
+    return [Factors(flat[2 * i], flat[2 * i + 1], s) for i, s in enumerate(scaling)]
+
+
+def _used_again(
+    ctx: Any, weight: Tensor, amax: Tensor | None, flat: Sequence[Tensor], dtype: torch.dtype, grad: Tensor
+) -> Tensor:
+    """The weight that forward multiplied by; in a graph, not to be had before ``grad``."""
+    if ctx.codes is None or ctx.fmt is None:
+        first = autograd.after(flat[0], grad) if torch.compiler.is_compiling() else flat[0]
+        weight = merge(weight, _factors((first, *flat[1:]), ctx.scaling))
+    if ctx.fmt is None:
+        return weight.to(dtype)
+    return autograd.fake_quantize_weight_again(weight, amax, ctx.fmt, dtype, grad, ctx.codes)
+
+
+def merged_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: Sequence[Factors],
+    amax: Tensor | None,
+    fmt: WeightFormat | None,
+    codes: NVFP4Tensor | None = None,
+) -> Tensor:
+    """``F.linear`` by the fake-quantized merged weight: x [..., K], weight [N, K] -> [..., N].
+
+    Gradients are straight-through to every factor: dA = s B.T (g.T x), dB = s (g.T x) A.T, in the factors' dtype.
+
+    Args:
+        x: [..., K]; cast to the autocast dtype under autocast.
+        weight: [N, K], the base weight.
+        bias: [N] or None.
+        factors: at least one.
+        amax: of the scale group, of merged weights.
+        fmt: layout and recipe; None multiplies by the merged weight as it is.
+        codes: of the merged weight, to decode instead of quantizing again.
+    """
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    flat = [t for f in factors for t in (f.a, f.b)]
+    scaling = tuple(f.scaling for f in factors)
+    return _MergedLinear.apply(x, weight, bias, amax, fmt, codes, scaling, *flat)  # pyright: ignore[reportReturnType]
+
+
+# --------------------------------------------------------------------------------------------------------------- packed
+
+
+class _PackedLinear(torch.autograd.Function):
+    """``y = x @ dequantize(W).T + bias`` with a gradient for x; keeps the codes, which are there anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, offs: Tensor | None, recipe: Recipe, *parts: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(offs, *parts)
+        ctx.recipe, ctx.shape = recipe, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        weight = _packed(parts, recipe)
+        return ops.linear_w4a16(x, weight, bias) if offs is None else ops.grouped_linear_w4a16(x, weight, offs, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offs, *parts = ctx.saved_tensors
+        grad_x = grad_bias = None
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[0]:
+            weight = ops.dequantize(_packed(parts, ctx.recipe), grad.dtype)
+            product = rows.mm(weight) if offs is None else autograd.grouped_mm(rows.contiguous(), weight, offs)
+            grad_x = product.view(ctx.shape)
+        if offs is None and ctx.needs_input_grad[1]:
+            grad_bias = rows.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_bias, None, None, *(None for _ in parts)
+
+
+def _packed(parts: Sequence[Tensor], recipe: Recipe) -> NVFP4Tensor:
+    qdata, block_scale, per_tensor_scale, stored_scale = parts
+    return NVFP4Tensor(qdata, block_scale, per_tensor_scale, recipe, stored_scale)
+
+
+def packed_linear(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, offs: Tensor | None = None) -> Tensor:
+    """``ops.linear_w4a16``, with ``offs`` ``ops.grouped_linear_w4a16``, that lets a gradient through to x.
+
+    The weight is decoded for the backward GEMM alone: nothing but its codes is kept. Biases of experts get none.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        parts = weight.qdata, weight.block_scale, weight.per_tensor_scale, weight.stored_scale
+        return _PackedLinear.apply(x, bias, offs, weight.recipe, *parts)  # pyright: ignore[reportReturnType]
+    if offs is None:
+        return ops.linear_w4a16(x, weight, bias)
+    return ops.grouped_linear_w4a16(x, weight, offs, bias)
