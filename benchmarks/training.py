@@ -100,7 +100,7 @@ def training(
     tokens: int = 8192,
     layers: int = 4,
 ) -> Report:
-    """Step time and peak memory of QAT against BF16: dense MLP, an MoE layer, four of them, and peers where they run."""
+    """Step time and peak memory of QAT against BF16: a dense MLP, one and four MoE layers, peers where they run."""
     report = StepReport(
         "Training steps, bf16 weights", 1, "steps", ("torch", "triton", "transformers", "nvidia-modelopt")
     )
