@@ -109,7 +109,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
         )
         seen.addresses = {name: t.data_ptr() for name, t in seen.rollout.model.state_dict().items()}
         seen.trainer.train()
-    seen.model = model
+    seen.model, seen.syncs, seen.gaps = model, seen.rollout.syncs, list(seen.rollout.gaps)
     return seen
 
 
@@ -141,7 +141,7 @@ def sample(rollout: Any, prompts: list[str], ends: list[int]) -> list[tuple[list
 
 @needs_trl
 def test_after_every_sync_the_rollout_holds_a_fresh_export(run: Any):
-    assert run.rollout.syncs == len(run.calls) == STEPS
+    assert run.syncs == len(run.calls) == STEPS
     for call in run.calls:
         assert call.held.keys() == call.fresh.keys()
         for name, fresh in call.fresh.items():
@@ -179,10 +179,26 @@ def test_the_trainer_learns_and_logs(run: Any):
     logs = [entry for entry in run.trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logs] == [1, 2, 3]
     assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in logs)
-    for entry, gap in zip(logs, run.rollout.gaps, strict=True):
+    for entry, gap in zip(logs, run.gaps, strict=True):
         for name in ("mean", "max", "k1", "k3", "share_over_ln2"):
             assert entry[f"rollout_gap/{name}"] == pytest.approx(getattr(gap, name), rel=1e-6, abs=1e-9)
         assert gap.tokens == sum(map(len, run.calls[logs.index(entry)].out["completion_ids"]))
+
+
+@needs_trl
+def test_a_sync_follows_every_change_and_nothing_else(run: Any):
+    from quads_qat.integrations.trl import ResidualRollout
+
+    def call() -> int:
+        before = run.rollout.syncs
+        ResidualRollout.__call__(run.rollout, ["\n7*8="], run.trainer)
+        return run.rollout.syncs - before
+
+    assert [call(), call()] == [1, 0]  # the last step of the run had changed the weights
+    with torch.no_grad():
+        run.model.model.norm.weight.mul_(1.5)
+    assert [call(), call()] == [1, 0]
+    assert torch.equal(run.rollout.model.model.norm.weight, run.model.model.norm.weight.bfloat16().float())
 
 
 @needs_trl

@@ -51,11 +51,11 @@ if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
 class ResidualRollout:
     """``rollout_func`` of a ``GRPOTrainer``: samples from a rollout model that has the trainer's weights of this step.
 
-    Every call syncs if the trainer has stepped, samples one completion for each prompt with the trainer's generation
-    settings, and returns the log-probs that the rollout sampled with: after temperature and penalties, before top-k and
-    top-p, as the trainer computes its own. The gap to the trainer is measured on the same tokens (one forward without
-    gradient) and logged as ``rollout_gap/mean``, ``max``, ``k1``, ``k3`` and ``share_over_ln2``. The first batch goes
-    through :func:`~quads_qat.first_step.check_first_step`; a failed check warns.
+    Every call syncs if the trainer's weights have changed, samples one completion for each prompt with the trainer's
+    generation settings, and returns the log-probs that the rollout sampled with: after temperature and penalties,
+    before top-k and top-p, as the trainer computes its own. The gap to the trainer is measured on the same tokens (one
+    forward without gradient) and logged as ``rollout_gap/mean``, ``max``, ``k1``, ``k3`` and ``share_over_ln2``. The
+    first batch goes through :func:`~quads_qat.first_step.check_first_step`; a failed check warns.
 
     Args:
         model: a converted trainer (w4a16 or w4a4), of which a copy becomes the rollout; or a rollout model as
@@ -95,7 +95,7 @@ class ResidualRollout:
         self.gaps: list[GapStats] = []
         self.first_step: FirstStepReport | None = None
         self.syncs = 0
-        self._synced_step: int | None = None
+        self._synced: tuple[int, int] | None = None
 
     def sync(self, model: nn.Module) -> SyncReport:
         """Send the trainer's weights, quantized as its forward quantizes them. With sharded weights, on all ranks."""
@@ -110,9 +110,11 @@ class ResidualRollout:
         """The contract of ``rollout_func``."""
         self._require_usable(trainer)
         self.model.to(trainer.accelerator.device)
-        if self._synced_step != trainer.state.global_step:
+        # Steps alone would miss a second run, or weights that were loaded in between.
+        state = trainer.state.global_step, sum(p._version for p in trainer.model.parameters())
+        if self._synced != state:
             self.sync(trainer.model)
-            self._synced_step = trainer.state.global_step
+            self._synced = state
         prompt_ids = [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
         completion_ids, logprobs = self._sample(prompt_ids, trainer)
         self._measure(prompt_ids, completion_ids, logprobs, trainer)
@@ -126,7 +128,7 @@ class ResidualRollout:
                 "ResidualRollout: a PEFT adapter is not part of the weights that are synced; train the full model, or "
                 "merge the adapter and convert again"
             )
-        if self._synced_step is None and not isinstance(trainer, QuadsGRPOTrainer):
+        if self._synced is None and not isinstance(trainer, QuadsGRPOTrainer):
             warnings.warn(
                 "GRPOTrainer leaves the log-probs of a rollout_func out of the importance ratio; use "
                 "quads_qat.integrations.trl.QuadsGRPOTrainer, or put its method in front of your own class",
