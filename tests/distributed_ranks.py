@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import quads_qat as qq
 from quads_qat import autograd
 from quads_qat.experts import W4A16Experts
+from quads_qat.token_log_probs import token_log_probs
 
 Losses = list[list[float]]  # by step, then by micro-batch
 
@@ -293,6 +294,29 @@ def _with_local_biases(module: nn.Module) -> nn.Module:
     return module
 
 
+def first_step(rank: int, world: int) -> None:
+    """``check_first_step`` on all ranks: a sharded trainer against a whole rollout, and against an engine's digests."""
+    model = qwen()
+    rollout = qq.convert(copy.deepcopy(model), "w4a4_residual")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    qq.update_weights(rollout, qq.export_weights(model, "modelopt"))
+    received = qq.weight_digests(qq.export_weights(model, "modelopt"))
+    ids = batches(0, 0)[0]
+    tokens = {"input_ids": ids, "logp_rollout": token_log_probs(rollout, ids, 6)}
+    limits = qq.GapLimits(mean=1, k3=1)  # a tiny random model
+    report = qq.check_first_step(model, rollout, **tokens, limits=limits)
+    assert report.ok, str(report)
+    assert [check.passed for check in report.checks].count(True) == 5
+    assert qq.check_first_step(model, received=received).ok
+    optimizer = optimizer_of(model)
+    loss_of(model, ids).backward()
+    optimizer.step()
+    assert qq.check_first_step(model, rollout).failed == ["weights"]
+    assert qq.check_first_step(model, received=received).failed == ["weights"]
+
+
 def fsdp2_with_tensor_parallel(rank: int, world: int) -> None:
     expected, model = mlp(), mlp()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -329,6 +353,7 @@ TWO_RANKS = {
     "cut blocks": cut_blocks,
     "an expert without tokens": expert_without_tokens,
     "expert parallel": expert_parallel,
+    "first step": first_step,
 }
 FOUR_RANKS = {"fsdp2 x tensor parallel": fsdp2_with_tensor_parallel}
 
