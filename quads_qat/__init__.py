@@ -12,7 +12,7 @@ from quads_qat.convert import (
     full_precision,
     revert,
 )
-from quads_qat.diagnose import GapStats, gap_stats
+from quads_qat.diagnose import Diagnosis, GapLogger, GapStats, diagnose, gap_stats
 from quads_qat.engine_limits import EngineWarning
 from quads_qat.export import export_checkpoint
 from quads_qat.first_step import FirstStepReport, GapLimits, check_first_step
@@ -36,10 +36,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "Contract",
+    "Diagnosis",
     "Dialect",
     "EngineWarning",
     "FirstStepReport",
     "GapLimits",
+    "GapLogger",
     "GapStats",
     "Mode",
     "NVFP4Tensor",
@@ -61,6 +63,7 @@ __all__ = [
     "convert_dialect",
     "coverage",
     "dequantize_checkpoint",
+    "diagnose",
     "diff",
     "export_checkpoint",
     "export_metadata",
