@@ -72,16 +72,14 @@ class _MergedLinear(torch.autograd.Function):
         bias: Tensor | None,
         amax: Tensor | None,
         fmt: WeightFormat | None,
-        codes: NVFP4Tensor | None,
         scaling: tuple[float, ...],
         *factors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, amax, *factors)
-        ctx.fmt, ctx.codes, ctx.scaling = fmt, codes, scaling
+        ctx.fmt, ctx.scaling = fmt, scaling
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if codes is None or fmt is None:
-            weight = merge(weight, _factors(factors, scaling))
-        used = weight.to(x.dtype) if fmt is None else autograd.fake_quantize_weight(weight, amax, fmt, x.dtype, codes)
+        weight = merge(weight, _factors(factors, scaling))
+        used = weight.to(x.dtype) if fmt is None else autograd.fake_quantize_weight(weight, amax, fmt, x.dtype)
         return F.linear(x, used, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -89,7 +87,7 @@ class _MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, amax, *factors = ctx.saved_tensors
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grads: list[Tensor | None] = [None] * (7 + len(factors))
+        grads: list[Tensor | None] = [None] * (6 + len(factors))
         if ctx.needs_input_grad[0]:
             grads[0] = rows.mm(_used_again(ctx, weight, amax, factors, x.dtype, grad)).view(x.shape)
         if ctx.needs_input_grad[1]:
@@ -98,10 +96,10 @@ class _MergedLinear(torch.autograd.Function):
             grads[2] = rows.sum(0).to(ctx.bias_dtype)
         for i, (a, b, scaling) in enumerate(_factors(factors, ctx.scaling)):
             # the gradient of the whole weight, rows.T @ inputs, is never made: r rows or columns of it will do
+            if ctx.needs_input_grad[6 + 2 * i]:
+                grads[6 + 2 * i] = (rows.to(b.dtype) @ b).t().mm(inputs.to(b.dtype)).to(a.dtype) * scaling
             if ctx.needs_input_grad[7 + 2 * i]:
-                grads[7 + 2 * i] = (rows.to(b.dtype) @ b).t().mm(inputs.to(b.dtype)).to(a.dtype) * scaling
-            if ctx.needs_input_grad[8 + 2 * i]:
-                grads[8 + 2 * i] = rows.to(a.dtype).t().mm(inputs.to(a.dtype) @ a.t()).to(b.dtype) * scaling
+                grads[7 + 2 * i] = rows.to(a.dtype).t().mm(inputs.to(a.dtype) @ a.t()).to(b.dtype) * scaling
         return tuple(grads)
 
 
@@ -113,12 +111,11 @@ def _used_again(
     ctx: Any, weight: Tensor, amax: Tensor | None, flat: Sequence[Tensor], dtype: torch.dtype, grad: Tensor
 ) -> Tensor:
     """The weight that forward multiplied by; in a graph, not to be had before ``grad``."""
-    if ctx.codes is None or ctx.fmt is None:
-        first = autograd.after(flat[0], grad) if torch.compiler.is_compiling() else flat[0]
-        weight = merge(weight, _factors((first, *flat[1:]), ctx.scaling))
+    first = autograd.after(flat[0], grad) if torch.compiler.is_compiling() else flat[0]
+    weight = merge(weight, _factors((first, *flat[1:]), ctx.scaling))
     if ctx.fmt is None:
         return weight.to(dtype)
-    return autograd.fake_quantize_weight_again(weight, amax, ctx.fmt, dtype, grad, ctx.codes)
+    return autograd.fake_quantize_weight_again(weight, amax, ctx.fmt, dtype, grad)
 
 
 def merged_linear(
@@ -128,7 +125,6 @@ def merged_linear(
     factors: Sequence[Factors],
     amax: Tensor | None,
     fmt: WeightFormat | None,
-    codes: NVFP4Tensor | None = None,
 ) -> Tensor:
     """``F.linear`` by the fake-quantized merged weight: x [..., K], weight [N, K] -> [..., N].
 
@@ -141,14 +137,13 @@ def merged_linear(
         factors: at least one.
         amax: of the scale group, of merged weights.
         fmt: layout and recipe; None multiplies by the merged weight as it is.
-        codes: of the merged weight, to decode instead of quantizing again.
     """
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     flat = [t for f in factors for t in (f.a, f.b)]
     scaling = tuple(f.scaling for f in factors)
-    return _MergedLinear.apply(x, weight, bias, amax, fmt, codes, scaling, *flat)  # pyright: ignore[reportReturnType]
+    return _MergedLinear.apply(x, weight, bias, amax, fmt, scaling, *flat)  # pyright: ignore[reportReturnType]
 
 
 # --------------------------------------------------------------------------------------------------------------- packed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quads_qat import autograd, ops, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
-from quads_qat.scale_groups import ScaleGroup, master
+from quads_qat.scale_groups import ScaleGroup
 
 
 @dataclass(eq=False)
@@ -83,17 +83,17 @@ class CodeCache:
     entries: dict[tuple[int, str], tuple[NVFP4Tensor, int]] = field(default_factory=dict)
 
     def codes(self, module: nn.Module, parameter: str, group: ScaleGroup, fmt: WeightFormat) -> NVFP4Tensor | None:
-        """Codes of a parameter, made at its first use; None outside ``accumulate``.
+        """Codes of a parameter, made at its first use; None outside ``accumulate``, or if an adapter changes its scale.
 
         Raises:
             RuntimeError: in debug mode, the weight is not the one that was quantized.
         """
         if not self.active:
             return None
+        if group.adapted():
+            return None  # adapters can be switched off and on inside the block
+        weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
         key = (id(module), parameter)
-        if key in self.entries and not self.debug:
-            return self.entries[key][0]
-        weight = master(module, parameter)
         if key not in self.entries:
             codes = autograd.weight_codes(weight.detach(), autograd.amax_of(group, fmt), fmt)
             self.entries[key] = codes, _checksum(weight) if self.debug else 0

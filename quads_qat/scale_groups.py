@@ -102,7 +102,7 @@ class ScaleGroup:
     held: Tensor | None = None
 
     def weights(self) -> list[Tensor]:
-        """The members' current weights.
+        """The members' current weights, with their adapters merged in.
 
         Raises:
             RuntimeError: a member is sharded while another is whole: they sit in different FSDP units.
@@ -116,14 +116,14 @@ class ScaleGroup:
                 f"{self.members[inside][2]} shares its per-tensor scale with {self.members[outside][2]}, which is "
                 "still sharded; wrap the parent module that holds both as one FSDP unit"
             )
-        return [master(module, parameter) for module, parameter, _ in self.members]
+        if not self.adapted():
+            return weights
+        adapters = [module.__dict__.get("adapted") for module, _, _ in self.members]
+        return [w if adapt is None else adapt(w) for adapt, w in zip(adapters, weights, strict=True)]
 
-
-def master(module: nn.Module, parameter: str) -> Tensor:
-    """What is quantized: the parameter, or what an adapter makes of it (``integrations.peft``)."""
-    weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
-    adapted = module.__dict__.get("adapted")
-    return weight if adapted is None else adapted(weight)
+    def adapted(self) -> bool:
+        """Whether an adapter changes what is quantized: a member's attribute ``adapted`` (``integrations.peft``)."""
+        return any("adapted" in module.__dict__ for module, _, _ in self.members)
 
 
 def whole(weight: Tensor) -> Tensor:
