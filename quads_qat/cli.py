@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from quads_qat.config import Dialect, Recipe, Scope
+from quads_qat.config import Dialect, Mode, Recipe, Scope
 
 _UsageError = typer.BadParameter.__bases__[0]  # typer vendors click in some releases and imports it in others
 
@@ -366,3 +366,52 @@ def diff(
             out.print(f"  {row['name']}: {note or ', '.join(numbers)}", soft_wrap=True, highlight=False)
     if rows:
         raise typer.Exit(1)
+
+
+@app.command()
+def diagnose(
+    trainer: Annotated[Path, typer.Argument(help="BF16 checkpoint, or an NVFP4 one, whose weights are decoded.")],
+    rollout: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
+    text: Annotated[Path, typer.Option(help="Text file on which both are compared.")],
+    mode: Annotated[Mode | None, typer.Option(help="Convert the BF16 trainer first: w4a16 or w4a4.")] = None,
+    fraction: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Channels that are compensated; default: what is recorded.")
+    ] = None,
+    rollout_dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a row.")] = 512,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the text.")] = 4,
+    plot: Annotated[Path | None, typer.Option(help="Where to save the figure: .png, .pdf or .svg.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Split the log-prob gap between a trainer and a rollout into weights, activations and arithmetic."""
+    import torch
+
+    from quads_qat.config import ResidualConfig
+    from quads_qat.diagnose_files import diagnose_checkpoints
+
+    if mode is Mode.W4A4_RESIDUAL:
+        fail("--mode is the trainer's: w4a16 or w4a4")
+    if rollout_dtype not in (None, "bfloat16", "float16", "float32"):
+        fail(f"--rollout-dtype must be bfloat16, float16 or float32, got {rollout_dtype!r}")
+    if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
+        fail(f"--plot must end in .png, .pdf or .svg, got {plot}")
+    _quiet_transformers()
+    found = diagnose_checkpoints(
+        trainer,
+        rollout,
+        text,
+        mode=mode,
+        residual=None if fraction is None else ResidualConfig(fraction=fraction),
+        rollout_dtype=None if rollout_dtype is None else getattr(torch, rollout_dtype),
+        length=length,
+        rows=rows,
+        device=_device(device),
+        trust_remote_code=trust_remote_code,
+    )
+    if plot is not None:
+        temporary = plot.with_name(f".{plot.stem}.partial{plot.suffix}")
+        found.plot().savefig(temporary, dpi=150)
+        temporary.replace(plot)
+    _print_json(found.to_dict()) if as_json else out.print(found)

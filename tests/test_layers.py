@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "L4",
         (
             *("convert", "diagnose", "demo", "integrations", "tensor_parallel", "schedule"),
-            *("diagnosis", "gap", "gemm_noise", "model_pair", "swaps"),
+            *("diagnosis", "diagnose_files", "gap", "gemm_noise", "model_pair", "swaps"),
             *(
                 "conversion",
                 "contract",
