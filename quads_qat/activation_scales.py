@@ -120,7 +120,7 @@ def recorded_scales(path: Path, plan: Plan, dialect: Dialect) -> dict[str, Tenso
             raise ValueError(
                 f"{path}: {name} is missing; activation scales are taken over only where every quantized weight has one"
             )
-        scale = checkpoint.reader.get(name).float().reshape(())
+        scale = dialects.one_number(f"{path}: {name}", checkpoint.reader.get(name))
         groups.setdefault(activation_key(disk.weight.group), []).append(scale)
     multiplies = checkpoint.dialect is Dialect.MODELOPT
     shared = {key: torch.stack(found).aminmax()[1 if multiplies else 0] for key, found in groups.items()}

@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: must hold a JSON object")
@@ -143,9 +143,11 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
     A process killed inside the block leaves a directory ``.<name>.*.partial``, never a checkpoint that looks whole.
 
     Raises:
-        ValueError: ``destination`` exists and is not an empty directory, or its parent is not there.
+        ValueError: ``destination`` is a link or exists and is not an empty directory, or its parent is not there.
     """
     destination = Path(destination)
+    if destination.is_symlink():
+        raise ValueError(f"{destination} is a symbolic link; give the directory itself")
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ValueError(f"{destination} exists already; remove it or choose another destination")
     parent = destination.absolute().parent
@@ -232,7 +234,8 @@ def companions(source: Path) -> dict[str, int]:
     found = [path for path in source.iterdir() if not path.name.startswith(".") and not path.is_dir()]
     found += (source / "additional_chat_templates").glob("*.jinja")
     if any(path.suffix == ".py" for path in found):
-        found += [path for path in source.glob("*/**/*.py") if not any(p.startswith(".") for p in path.parts)]
+        inside = (path.relative_to(source) for path in source.glob("*/**/*.py"))  # the source may be in ~/.cache
+        found += [source / path for path in inside if not any(part.startswith(".") for part in path.parts)]
     sizes = {}
     for path in sorted(found):
         if path.suffix in _WEIGHTS or path.name.endswith(".index.json") or path.name in _NOT_COMPANIONS:

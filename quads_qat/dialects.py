@@ -139,9 +139,31 @@ def scale_shape(dialect: Dialect) -> tuple[int, ...]:
     return () if dialect is Dialect.MODELOPT else (1,)
 
 
-def amax_of_input_scale(scale: Tensor, dialect: Dialect) -> Tensor:
-    """The amax that a stored activation scale stands for, in its shape."""
-    return (scale if dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+def one_number(name: str, stored: Tensor) -> Tensor:
+    """A scale as it is stored, [] float32.
+
+    Raises:
+        ValueError: several numbers or none, a dtype that is no float of at most 32 bits, NaN, inf, zero or negative.
+    """
+    if stored.numel() != 1 or stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name} must be one float32 number, got {stored.dtype} {list(stored.shape)}")
+    scale = stored.float().reshape(())
+    if not bool(torch.isfinite(scale) & (scale > 0)):
+        raise ValueError(f"{name} must be one finite number > 0, got {stored.flatten().tolist()}")
+    return scale
+
+
+def amax_of_input_scale(name: str, stored: Tensor, dialect: Dialect) -> Tensor:
+    """The amax that a stored activation scale stands for, [] float32.
+
+    Raises:
+        ValueError: it is no scale, or one that no activation can need.
+    """
+    scale = one_number(name, stored)
+    amax = (scale if dialect is Dialect.MODELOPT else scale.reciprocal()) * SCALE_RANGE
+    if not bool(torch.isfinite(amax)):
+        raise ValueError(f"{name} is {scale.item()}: no activation can need such a scale")
+    return amax
 
 
 def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe, *, transposed: bool) -> NVFP4Tensor:
@@ -160,8 +182,7 @@ def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe
             f"{names.qdata} must be uint8 and {names.block_scale} float8_e4m3fn, got {qdata.dtype} and "
             f"{block_scale.dtype}"
         )
-    if scale.numel() != 1 or not bool(torch.isfinite(scale).all() & (scale > 0).all()):
-        raise ValueError(f"{names.scale} must be one finite number > 0, got {scale.flatten()[:4].tolist()}")
+    scale = one_number(names.scale, scale)
     if bool((block_scale.view(torch.uint8) > 0x7E).any()):
         raise ValueError(
             f"{names.block_scale} holds NaN or negative scales; the checkpoint is damaged or was made from non-finite "
@@ -172,7 +193,6 @@ def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe
             qdata.mT.contiguous(),
             block_scale.view(torch.uint8).mT.contiguous().view(block_scale.dtype),
         )
-    scale = scale.float().reshape(())
     p = scale if dialect is Dialect.MODELOPT else scale.reciprocal()
     if not bool(torch.isfinite(p) & (p > 0)):
         raise ValueError(f"{names.scale} is {scale.item()}, whose reciprocal is no finite number > 0")
@@ -268,6 +288,9 @@ def parse_config(config: dict[str, Any], where: str) -> tuple[Dialect, bool]:
         raise ValueError(f"{where}: config.json has no quantization_config; this is no NVFP4 checkpoint")
     where = f"{where}: config.json: quantization_config"
     method = str(_object(quantization, where).get("quant_method", ""))
+    ignore = quantization.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+        raise ValueError(f"{where}.ignore must be a list of names, got {ignore!r}")
     if method.startswith("modelopt"):
         return Dialect.MODELOPT, _modelopt_weights_only(quantization, where)
     if method == "compressed-tensors":

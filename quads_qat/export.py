@@ -124,7 +124,8 @@ def _require_expected(reader: checkpoint_io.Reader, model: nn.Module, disk: Disk
             "quantized. Quantize the original checkpoint, or exclude the module"
         )
     expected = tuple(cut(parameter.mT if disk.weight.format.transposed else parameter, disk.expert, disk.rows).shape)
-    if disk.source_shape(reader) != expected:
+    ndim = 2 if disk.source_expert is None else 3
+    if len(found.shape) < ndim or disk.source_shape(reader) != expected:
         raise ValueError(
             f"{reader.path}: {disk.source} has shape {list(found.shape)}, which does not go with config.json; one of "
             "the two is of another model"

@@ -105,6 +105,8 @@ def disk_tensors(model: nn.Module, parameters: Mapping[str, bool]) -> list[DiskT
         firsts = [probe.first for probe in probes]
         missing = {probe.parameter: probe.values.numel() for probe in probes}
         for name, values in came_back.items():
+            if not values.numel():  # no experts, say: it holds nothing of any weight
+                continue
             owner = bisect_right(firsts, int(values.flatten()[0])) - 1
             tensor = _decode(name, values, probes[owner]) if owner >= 0 else None
             if tensor is not None:

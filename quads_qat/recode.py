@@ -250,14 +250,16 @@ def _require_exact(checkpoint: Checkpoint, dialect: Dialect) -> None:
         )
     for name in checkpoint.quantized():
         names = checkpoint.tensor_names(name)
-        scale = checkpoint.reader.get(names.scale).double() if names.scale in checkpoint.reader else torch.empty(0)
-        if scale.numel() == 1 and (not scale.item() > 0 or math.frexp(scale.item())[0] != 0.5):
+        if names.scale not in checkpoint.reader:
+            continue
+        scale = dialects.one_number(f"{path}: {names.scale}", checkpoint.reader.get(names.scale))
+        if math.frexp(scale.item())[0] != 0.5:
             raise ValueError(
                 f"{path}: {names.scale} is {scale.item()}, not a power of two; the {dialect} dialect stores its "
                 "reciprocal, which would change bits. Quantize the original anew with --recipe aligned, or dequantize"
             )
         if names.input_scale in checkpoint.reader:
-            stored = checkpoint.reader.get(names.input_scale).float()
+            stored = dialects.one_number(f"{path}: {names.input_scale}", checkpoint.reader.get(names.input_scale))
             if not bool((stored.reciprocal().reciprocal() == stored).all()):
                 raise ValueError(
                     f"{path}: {names.input_scale} is {stored.flatten().tolist()}; the {dialect} dialect stores its "

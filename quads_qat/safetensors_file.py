@@ -12,6 +12,7 @@ and a short file is an error. What is written is byte for byte what ``safetensor
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -67,7 +68,7 @@ class Entry:
 
 def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Size of a tensor."""
-    return dtype.itemsize * int(torch.Size(shape).numel())
+    return dtype.itemsize * math.prod(shape)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -126,7 +127,7 @@ def _entry(name: str, value: dict[str, Any], data: int) -> Entry:
     dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {dtype!r}, which is not known here")
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)):
         raise ValueError(f"{name} has shape {shape} and offsets {[begin, end]}")
     entry = Entry(_DTYPES[dtype], tuple(shape), data + begin)
     if end - begin != entry.nbytes:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -89,6 +89,10 @@ def announcement_differences(
     return found
 
 
+def _are_names(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def _compare(written: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in expected.items():
@@ -97,7 +101,7 @@ def _compare(written: Mapping[str, Any], expected: Mapping[str, Any], where: str
             continue
         if isinstance(value, Mapping):
             found |= _compare(there if isinstance(there, Mapping) else {}, value, name)
-        elif key in ("ignore", "exclude_modules") and isinstance(there, list):
+        elif key in ("ignore", "exclude_modules") and _are_names(there):
             lacking, extra = sorted(set(value) - set(there)), sorted(set(there) - set(value))
             if lacking or extra:
                 found[name] = f"lacks {lacking[:3]}" if lacking else f"has {extra[:3]} too"
@@ -121,7 +125,9 @@ def announcement_problems(checkpoint: Checkpoint) -> list[str]:
         other = other if isinstance(other, Mapping) else {}
         pairs = {"quant_algo": ("quant_algo", entry["quant_algo"]), "exclude_modules": ("ignore", sorted(ignored))}
         for key, (name, here) in pairs.items():
-            there = sorted(other.get(key) or ()) if key == "exclude_modules" else other.get(key)
+            there = other.get(key)
+            if key == "exclude_modules":
+                there = sorted(there) if _are_names(there) else there or []
             if there != here:
                 problems.append(
                     f"hf_quant_config.json: {key} is not what config.json says in {name}; engines read one each"

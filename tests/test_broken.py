@@ -1,7 +1,11 @@
 """What an adversary found: each was wrong numbers without a word, or a model lost."""
 
+import json
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ from tiny_models import tiny_model
 from torch import nn
 
 import quads_qat as qq
-from quads_qat.config import ActivationFormat, ActivationScale
+from quads_qat.compare import diff, inspect_checkpoint
+from quads_qat.config import ActivationFormat, ActivationScale, Dialect
+from quads_qat.safetensors_file import read_header
+from quads_qat.verify import verify_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -110,3 +117,151 @@ def test_projections_that_fused_mamba_kernels_read_past_the_module_are_refused(m
     with pytest.raises(ValueError, match=r"reads the master weight past the module; pass exclude="):
         qq.convert(model, "w4a16")
     qq.convert(model, "w4a16", exclude=[f"*.{name}" for name in projections])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint ``source``, and ``modelopt`` and ``compressed-tensors`` with activation scales made of it."""
+    path = tmp_path_factory.mktemp("files")
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(path / "source")
+    qq.convert(model, "w4a16")
+    with qq.observe_activations(model):
+        model(torch.arange(20)[None])
+    for dialect in Dialect:
+        qq.export_checkpoint(model, path / dialect, dialect=dialect, source=path / "source", activations="observed")
+    return path
+
+
+def changed(checkpoint: Path, to: Path, name: str, tensor: torch.Tensor) -> Path:
+    """A copy of a checkpoint with another tensor ``name``."""
+    shutil.copytree(checkpoint, to)
+    tensors = load_file(to / "model.safetensors")
+    assert name in tensors
+    save_file({**tensors, name: tensor}, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+SCALARS = {
+    "two": torch.ones(2),
+    "none": torch.ones(0),
+    "fp64": torch.ones((), dtype=torch.float64),
+    "int": torch.ones((), dtype=torch.int32),
+    "bool": torch.ones((), dtype=torch.bool),
+    "complex": torch.ones((), dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("how", SCALARS)
+@pytest.mark.parametrize(
+    ("dialect", "name"),
+    [
+        ("modelopt", "weight_scale_2"),
+        ("modelopt", "input_scale"),
+        ("compressed-tensors", "weight_global_scale"),
+        ("compressed-tensors", "input_global_scale"),
+    ],
+)
+def test_a_scale_that_is_not_one_float_is_named(dialect: str, name: str, how: str, files: Path, tmp_path: Path):
+    """Two elements were a traceback, complex and boolean ones were taken for numbers."""
+    name = f"model.layers.0.self_attn.o_proj.{name}"
+    path = changed(files / dialect, tmp_path / "changed", name, SCALARS[how])
+    rule = f"{name} must be one float32 number"
+    other = next(d for d in Dialect if d != dialect)
+    with pytest.raises(ValueError, match=rule):
+        qq.load_rollout(path, activation_scale="static")
+    with pytest.raises(ValueError, match=rule):
+        qq.convert_dialect(path, tmp_path / "out", dialect=other)
+    assert any(rule in problem for problem in inspect_checkpoint(path)["problems"])
+    assert rule in str(verify_checkpoint(files / "source", path))
+    assert any(rule in row.get("difference", "") for row in diff(files / dialect, path))
+    if "input" in name:
+        with pytest.raises(ValueError, match=rule):
+            qq.quantize_checkpoint(files / "source", tmp_path / "out", activations=path)
+
+
+@pytest.mark.parametrize(("dialect", "value"), [("modelopt", 3e38), ("compressed-tensors", 1e-42)])
+def test_a_synced_activation_scale_whose_amax_is_infinite_is_refused(dialect: str, value: float):
+    """It was taken over, and the next forward failed."""
+    trainer, rollout = tiny_model("llama"), tiny_model("llama")
+    qq.convert(trainer, "w4a16")
+    qq.convert(rollout, "w4a4_residual", activation_scale="static")
+    ids = torch.arange(20)[None]
+    qq.calibrate(rollout, [ids])
+    with qq.observe_activations(trainer):
+        trainer(ids)
+    stream = qq.export_weights(trainer, dialect, activations="observed")
+    spoiled = ((n, torch.full_like(t, value) if "input_" in n and "scale" in n else t) for n, t in stream)
+    with pytest.raises(ValueError, match="no activation can need such a scale"):
+        qq.update_weights(rollout, spoiled)
+
+
+def test_code_in_folders_travels_from_a_cache(files: Path, tmp_path: Path):
+    """The Hub's cache is below ``~/.cache``, which is no hidden folder of the model."""
+    source = tmp_path / ".cache" / "model"
+    shutil.copytree(files / "source", source)
+    for file in ("modeling.py", "layers/attention.py", ".git/hook.py", "layers/.old/attention.py"):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_text("")
+    qq.quantize_checkpoint(source, tmp_path / "out")
+    found = {file.relative_to(tmp_path / "out").as_posix() for file in (tmp_path / "out").rglob("*.py")}
+    assert found == {"modeling.py", "layers/attention.py"}
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deep(file: str, files: Path, tmp_path: Path):
+    shutil.copytree(files / "source", tmp_path / "source")
+    (tmp_path / "source" / file).write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=f"{file}: cannot be read as JSON"):
+        qq.quantize_checkpoint(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize("shape", [[1 << 32, 1 << 32], [0, 1 << 64], [1 << 64]])
+def test_a_shape_whose_size_overflows_is_no_empty_tensor(shape: list[int], tmp_path: Path):
+    header = json.dumps({"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_header(tmp_path / "model.safetensors")
+
+
+def test_a_weight_of_another_rank_is_named(files: Path, tmp_path: Path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    source = changed(files / "source", tmp_path / "source", name, torch.ones(64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=rf"{name} has shape \[64\], which does not go with config.json"):
+        qq.quantize_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", [qq.dequantize_checkpoint, partial(qq.convert_dialect, dialect="modelopt")])
+@pytest.mark.parametrize("target", ["there", "nowhere"])
+def test_a_link_as_destination_is_refused_before_the_work(command: Any, target: str, files: Path, tmp_path: Path):
+    """It was refused by the system, when everything had been written."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    progress: list[int] = []
+    with pytest.raises(ValueError, match="link is a symbolic link"):
+        command(files / "compressed-tensors", tmp_path / "link", progress=lambda done, total: progress.append(done))
+    assert not progress
+
+
+@pytest.mark.parametrize("ignore", [5, {"a": 1}, "lm_head", [["lm_head"]], [1]])
+@pytest.mark.parametrize("dialect", list(Dialect), ids=str)
+def test_ignored_modules_that_are_no_list_of_names(ignore: Any, dialect: Dialect, files: Path, tmp_path: Path):
+    path = tmp_path / "out"
+    shutil.copytree(files / dialect, path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ignore
+    (path / "config.json").write_text(json.dumps(config))
+    for reads in (inspect_checkpoint, qq.load_model, partial(verify_checkpoint, files / "source")):
+        with pytest.raises(ValueError, match="ignore must be a list of names"):
+            reads(path)
+
+
+@pytest.mark.parametrize("excluded", [5, {"a": 1}, "lm_head", [["lm_head"]], [1]])
+def test_excluded_modules_that_are_no_list_of_names(excluded: Any, files: Path, tmp_path: Path):
+    path = tmp_path / "out"
+    shutil.copytree(files / "modelopt", path)
+    config = json.loads((path / "hf_quant_config.json").read_text())
+    config["quantization"]["exclude_modules"] = excluded
+    (path / "hf_quant_config.json").write_text(json.dumps(config))
+    assert any("exclude_modules" in problem for problem in inspect_checkpoint(path)["problems"])
+    assert "exclude_modules" in str(verify_checkpoint(files / "source", path))

@@ -67,7 +67,7 @@ TENSORS: dict[str, tuple[Path, str, Callable[[Tensor], Tensor | None], str]] = {
         COMPRESSED,
         f"{DENSE}.weight_global_scale",
         lambda t: torch.ones(2),
-        "must be one finite number > 0",
+        "must be one float32 number",
     ),
     "block scale NaN": (MODELOPT, f"{DENSE}.weight_scale", with_byte(0x7F), "holds NaN or negative scales"),
     "block scale negative": (COMPRESSED, f"{DENSE}.weight_scale", with_byte(0xB8), "holds NaN or negative scales"),

@@ -112,7 +112,7 @@ def damages(dialect: Dialect, stored: dict[str, Tensor]) -> dict[str, tuple[str,
             f"{EXPERT}.{input_scale}",
             "1 of 1 elements, first at (",
         ),
-        "input scale zero": one(f"{EXPERT}.{input_scale}", lambda t: 0 * t, expert, "must be finite and > 0"),
+        "input scale zero": one(f"{EXPERT}.{input_scale}", lambda t: 0 * t, expert, "must be one finite number > 0"),
     }
 
 
