@@ -398,18 +398,20 @@ def diagnose(
     if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
         fail(f"--plot must end in .png, .pdf or .svg, got {plot}")
     _quiet_transformers()
-    found = diagnose_checkpoints(
-        trainer,
-        rollout,
-        text,
-        mode=mode,
-        residual=None if fraction is None else ResidualConfig(fraction=fraction),
-        rollout_dtype=None if rollout_dtype is None else getattr(torch, rollout_dtype),
-        length=length,
-        rows=rows,
-        device=_device(device),
-        trust_remote_code=trust_remote_code,
-    )
+    device = _device(device)
+    with err.status("running both models"):
+        found = diagnose_checkpoints(
+            trainer,
+            rollout,
+            text,
+            mode=mode,
+            residual=None if fraction is None else ResidualConfig(fraction=fraction),
+            rollout_dtype=None if rollout_dtype is None else getattr(torch, rollout_dtype),
+            length=length,
+            rows=rows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
     if plot is not None:
         temporary = plot.with_name(f".{plot.stem}.partial{plot.suffix}")
         found.plot().savefig(temporary, dpi=150)

@@ -197,7 +197,7 @@ def _watching(root: nn.Module, pair: ModelPair, tokens: int) -> Iterator[tuple[d
         output = output[0] if isinstance(output, tuple) else output
         if name in outputs:
             again.add(name)
-        if isinstance(output, Tensor) and output.shape[:-1].numel() == tokens:
+        if isinstance(output, Tensor) and output.ndim > 1 and tokens in (output.shape[0], output.shape[:2].numel()):
             outputs[name] = output.detach().reshape(tokens, -1).clone()
 
     def told(name: str, arguments: tuple[Any, ...]) -> None:
@@ -205,12 +205,20 @@ def _watching(root: nn.Module, pair: ModelPair, tokens: int) -> Iterator[tuple[d
         if isinstance(index, Tensor) and not index.is_floating_point() and index.ndim == 2 and len(index) == tokens:
             experts[name] = index.detach().cpu()
 
+    def scored(name: str, output: Any) -> None:
+        scores: Tensor = output[0]  # [T, E], 0 for the experts that are not chosen
+        experts[name] = scores.topk(int((scores != 0).sum(-1).max())).indices.cpu()
+
     handles = []
     try:
         for name in dict.fromkeys((*pair.layers, *pair.watched)):
             module = root.get_submodule(name)
             handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: returned(name, out)))
-            if experts_layout(module) is not None:
+            layout = experts_layout(module)
+            if layout is not None and layout.token_sorted:  # llama4: rows arrive weighted, in the order of experts
+                router = root.get_submodule(f"{name.rpartition('.')[0]}.router")
+                handles.append(router.register_forward_hook(lambda _m, _a, out, name=name: scored(name, out)))
+            elif layout is not None:
                 before = lambda _m, args, kwargs, name=name: told(name, (*args, *kwargs.values()))  # noqa: E731
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         yield outputs, experts

@@ -150,6 +150,7 @@ class Diagnosis:
     def plot(self) -> Any:
         """A matplotlib figure: the gap over positions and over layers, router flips, and the noise of each GEMM."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(11, 7), layout="constrained")
         axes = figure.subplots(2, 2)
@@ -158,6 +159,7 @@ class Diagnosis:
         _plot_flips(axes[1, 0], self.routers)
         _plot_gemms(axes[1, 1], self.gemms)
         for axis in axes.flat:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.spines[["top", "right"]].set_visible(False)
         return figure
 
@@ -178,7 +180,7 @@ def _tables(found: Diagnosis, rows: int) -> Iterable[Any]:
 
     def table(title: str, first: str, headings: Iterable[str], lines: Iterable[tuple[str, ...]]) -> Any:
         made = Table(title=title, title_justify="left")
-        made.add_column(first, overflow="fold")
+        made.add_column(first, overflow="fold", min_width=24)
         for heading in headings:
             made.add_column(heading, justify="right")
         for line in lines:
