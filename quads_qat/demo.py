@@ -139,13 +139,20 @@ def _export_everything(trainer: nn.Module, folder: Path) -> dict[str, str]:
     return verified
 
 
+def _in_bf16(model: nn.Module) -> nn.Module:
+    """BF16 parameters, buffers as they are: ``.to`` would round rotary frequencies, which loading in BF16 does not."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
 def _export_for_rollout(trainer: nn.Module, mode: Mode | None, path: Path) -> None:
     path.parent.mkdir()
     if mode is not None:
         export_checkpoint(trainer, path, dialect=Dialect.MODELOPT, source=DATA)
         return
     plain = path.parent / "bf16"  # a trainer that knows nothing of quantization: its checkpoint is quantized afterwards
-    trainer.to(torch.bfloat16).save_pretrained(plain)  # pyright: ignore[reportCallIssue]
+    _in_bf16(trainer).save_pretrained(plain)  # pyright: ignore[reportCallIssue]
     quantize_checkpoint(plain, path, dialect=Dialect.MODELOPT)
 
 
@@ -191,7 +198,7 @@ def byte_tokenizer() -> Any:
 def _measure(name: str, trainer: nn.Module, path: Path, text: bytes, advance: Callable[[str], None]) -> Iterator[Gap]:
     """Gap of every rollout of one trainer, on text that no one trained on."""
     ids = torch.tensor([list(text[i : i + 512]) for i in range(0, 16 * 4096, 2 * 4096)])
-    trained = _log_probs(trainer.to(torch.bfloat16), ids)
+    trained = _log_probs(_in_bf16(trainer), ids)
     for rollout_name, residual in ROLLOUTS.items():
         advance(f"measuring {name}")
         rolled = _log_probs(load_rollout(path, residual=residual, dtype=torch.float32), ids)
