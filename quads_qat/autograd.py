@@ -132,18 +132,29 @@ def activation_amax(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None
 # ------------------------------------------------------------------------------------------------------------------ STE
 
 
+CARRIED = (
+    *("main_grad", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad", "overwrite_main_grad"),
+    *("__fsdp_param__", "weight_loader"),
+)
+"""Attributes of a parameter that its fake-quantized weight has too: what Megatron and TransformerEngine look for on the
+tensor that a GEMM is given."""
+
+
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, amax: Tensor | None, fmt: WeightFormat, dtype: torch.dtype, codes: NVFP4Tensor | None
     ) -> Tensor:
         ctx.weight_dtype = weight.dtype
+        ctx.set_materialize_grads(False)  # a GEMM that has added its gradient to main_grad may hand on None
         return fake_quantize_weight(weight, amax, fmt, dtype, codes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.weight_dtype), None, None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if getattr(ctx, "carried", {}).get("grad_added_to_main_grad"):
+            ctx.weight.grad_added_to_main_grad = True  # Megatron asks the parameter; what is in grad is no gradient
+        return None if grad is None else grad.to(ctx.weight_dtype), None, None, None, None
 
 
 def fake_quantize_ste(
@@ -166,7 +177,9 @@ def fake_quantize_ste(
         codes: the weight's codes and scales (``ops.quantize``), to decode them instead of quantizing again.
 
     Returns:
-        the fake-quantized weight, shape and dtype of ``weight``.
+        the fake-quantized weight, shape and dtype of ``weight``. It has the attributes of ``weight`` that are in
+        ``CARRIED``, so that a GEMM with fused gradient accumulation adds to ``weight.main_grad``; the
+        ``grad_added_to_main_grad`` that it sets arrives at ``weight`` in backward (docs/trainers.md). Eager mode only.
 
     >>> w = torch.nn.Parameter(torch.ones(2, 16))
     >>> fake_quantize_ste(w).sum().backward(); w.grad[0, 0]
@@ -177,7 +190,21 @@ def fake_quantize_ste(
         fmt = WeightFormat(recipe=Recipe(recipe), export_dtype=export_dtype)
     if amax is None and codes is None:
         amax = group_amax([weight, *(w for w in group if w is not weight)], fmt)
-    return _FakeQuantize.apply(weight, amax, fmt, weight.dtype, codes)  # pyright: ignore[reportReturnType]
+    out: Tensor = _FakeQuantize.apply(weight, amax, fmt, weight.dtype, codes)  # pyright: ignore[reportAssignmentType]
+    return out if torch.compiler.is_compiling() else _carrying(weight, out)
+
+
+def _carrying(weight: Tensor, out: Tensor) -> Tensor:
+    carried = {name: getattr(weight, name) for name in CARRIED if hasattr(weight, name)}
+    if "grad_added_to_main_grad" in carried:
+        carried["grad_added_to_main_grad"] = False  # of this use
+    for name, value in carried.items():
+        setattr(out, name, value)
+    node: Any = out.grad_fn
+    if carried and node is not None:
+        # the dict of the attributes, not the tensor: that would be a circle, and the GEMM may have let go of it by then
+        node.weight, node.carried = weight, out.__dict__
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
