@@ -1,7 +1,7 @@
 """Contract under test: frameworks that own their modules find on a fake-quantized weight what they look for on a
 parameter. The grouped linear and the hook imitate TransformerEngine's (``fuse_wgrad_accumulation``) and Megatron's
-(``DistributedDataParallel``): the GEMM adds to ``main_grad`` and hands on memory as it was found; the hook adds a gradient
-unless the parameter says that it was added already.
+(``DistributedDataParallel``): the GEMM adds to ``main_grad`` and hands on memory as it was found; the hook adds a
+gradient unless the parameter says that it was added already.
 """
 
 import gc
