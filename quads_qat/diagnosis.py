@@ -57,12 +57,12 @@ class GemmError:
 
 @dataclass(frozen=True)
 class ChannelError:
-    """An input channel of a GEMM that spoils its output.
+    """An input channel of a GEMM in which trainer and rollout differ.
 
     Attributes:
         name: of the parameter.
         channel: index along K.
-        cause: ``weight`` or ``act``.
+        cause: ``act``, what the rollout makes of the input against what the trainer does, or ``weight``.
         share: of the energy that all channels of this GEMM cause, weights and activations together.
         error: ``norm(what it causes) / norm(y)``, channels taken as independent.
     """

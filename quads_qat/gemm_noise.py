@@ -102,16 +102,24 @@ class GemmSums:
         if x.shape[0] == 0:
             return
         expected, y = (multiply(x, side, expert, None, like).float() for side in (self.mine, used))
-        wide, left = x.float(), torch.zeros_like(x, dtype=torch.float32)
+        wide, ours, kept = x.float(), _total(x, self.mine, expert), _total(x, used, expert)
         if used.activation is not None:
-            operands = used.quantize(x, expert)
-            self.activation.add(x, operands[0])
-            left = wide - sum(dequantize(q, torch.float32) for q in operands)
+            self.activation.add(x, used.quantize(x, expert)[0])
+        left = wide - kept
         values = [(y - expected).square().sum(), expected.square().sum(), left.square().sum(), wide.square().sum()]
         output = torch.stack([value.double() for value in values])
         self.output = output if self.output is None else self.output + output
-        weight = self.theirs.matrix(expert, like).float()
+        weight = used.matrix(expert, like).float()
         changed = (weight - self.mine.matrix(expert, like).float()).square().sum(0)
-        caused = torch.stack([left.square().sum(0) * weight.square().sum(0), wide.square().sum(0) * changed]).double()
+        by_act = (kept - ours).square().sum(0) * weight.square().sum(0)
+        caused = torch.stack([by_act, ours.square().sum(0) * changed]).double()
         self.channels = caused if self.channels is None else self.channels + caused
         self.rows += x.shape[0]
+
+
+def _total(x: Tensor, side: Ingredients, expert: int | None) -> Tensor:
+    """By what x is multiplied in all, in float32."""
+    if side.activation is None:
+        return x.float()
+    operands = [dequantize(q, torch.float32) for q in side.quantize(x, expert)]
+    return operands[0] if len(operands) == 1 else operands[0] + operands[1]

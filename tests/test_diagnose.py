@@ -47,3 +47,25 @@ def test_masked_infinities_do_not_count():
 def test_refusals_say_the_way_out(arguments, message: str):
     with pytest.raises(ValueError, match=message):
         qq.gap_stats(*arguments)
+
+
+def test_the_logger_writes_every_nth_step():
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars.append((tag, value, step))
+
+    writer = Writer()
+    log = qq.GapLogger(writer, every=3, prefix="gap")
+    rollout, trainer = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
+    returned = [log(step, rollout, trainer, torch.tensor([1, 0])) for step in range(5)]
+    assert [stats is not None for stats in returned] == [True, False, False, True, False]
+    assert {step for _, _, step in writer.scalars} == {0, 3}
+    assert ("gap/max", 0.5, 3) in writer.scalars
+    assert {tag for tag, _, _ in writer.scalars} == {f"gap/{name}" for name in returned[0].to_dict()}
+    with pytest.raises(TypeError, match=r"writer must have add_scalar\(tag, value, step\), got list"):
+        qq.GapLogger([])
+    with pytest.raises(ValueError, match="every must be an integer >= 1, got 0"):
+        qq.GapLogger(writer, every=0)
