@@ -16,7 +16,7 @@ A rollout with ``weights_only=True`` is a frozen base, 0.5625 bytes per weight, 
 
     model = get_peft_model(qq.load_rollout("nvfp4", weights_only=True), lora_config(target_modules=[...]))
 
-Adapters are never quantized. Follows peft 0.21 (``tuners/lora/layer.py``, ``tuners/tuners_utils.py``).
+Adapters are never quantized. Tested with peft 0.20 and 0.21 (``tuners/lora/layer.py``, ``tuners/tuners_utils.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quads_qat.conversion import STATE, Conversion, conversion_of
 from quads_qat.linear import W4A16Linear
 from quads_qat.residual import ResidualCompensatedLinear
 
-OLDEST = (0, 19)
+OLDEST = (0, 20)
 
 try:
     import peft as installed  # pyright: ignore
@@ -70,7 +70,7 @@ def lora_config(**options: Any) -> Any:
             "lora_config: target_parameters (LoRA on fused experts) is not supported; adapt linears with "
             "target_modules, or train the experts' weights themselves"
         )
-    config = LoraConfig(**options)
+    config: Any = LoraConfig(**options)  # pyright: ignore
     # PEFT's way for classes of one's own: docs/source/developer_guides/custom_models.md
     config._register_custom_module({W4A16Linear: QuantizedLoraLinear, ResidualCompensatedLinear: PackedLoraLinear})
     return config
