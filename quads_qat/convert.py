@@ -198,6 +198,17 @@ def _check_transition(
         )
 
 
+def _refuse_replaced_forward(model: nn.Module) -> None:
+    """Of a deep copy, such a forward still runs the original's modules: a rollout that looks exact, and is not one."""
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"convert: the forward of {name or 'the model'} was replaced on the object (as trainers, accelerate "
+                "and torch.compile do), and a copy's may still be the original's; convert a copy that was made before, "
+                "a model built from the config that then gets the state dict, or delete the attribute if it is right"
+            )
+
+
 def _refuse_meta(model: nn.Module, conversion: Conversion) -> None:
     for weight in conversion.weights.values():
         if model.get_parameter(weight.name).is_meta:
@@ -250,6 +261,7 @@ def _set_trainer_mode(
 def _pack(model: nn.Module, conversion: Conversion) -> tuple[dict[str, NVFP4Tensor], dict[str, Tensor | None]]:
     """Codes and scales, and the observed amax of the input, of every selected parameter. Changes nothing."""
     _refuse_meta(model, conversion)
+    _refuse_replaced_forward(model)
     if any(not w.module for w in conversion.weights.values()):
         raise ValueError("convert: cannot replace the model itself; wrap it in a module, e.g. nn.Sequential(model)")
     amaxes = {n: conversion.observers[activation_key(w.group)].amax for n, w in conversion.weights.items()}

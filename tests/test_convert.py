@@ -1,5 +1,6 @@
 """Contract under test: ``convert`` quantizes what the rules say, lists the rest with reasons, or refuses."""
 
+import copy
 import re
 
 import pytest
@@ -366,3 +367,16 @@ def test_print_shows_what_was_converted():
 def test_w4a4_says_that_it_is_for_ablations():
     with pytest.warns(UserWarning, match="mode='w4a4' is for ablations"):
         qq.convert(nn.Sequential(nn.Linear(16, 8)), "w4a4")
+
+
+def test_a_rollout_of_a_model_whose_forward_was_replaced_is_refused():
+    """A deep copy's forward would be bound to the original: no gap at all, since it is the trainer that runs."""
+    model = nn.Sequential(nn.Linear(32, 16))
+    original = model.forward
+    model.forward = lambda x: original(x)
+    rollout = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="the forward of the model was replaced on the object"):
+        qq.convert(rollout, "w4a4_residual")
+    del rollout.forward
+    qq.convert(rollout, "w4a4_residual")
+    qq.convert(model, "w4a16")  # a trainer's parameters stay where they are
