@@ -56,13 +56,14 @@ def diagnose(
     activations add on quantized weights is ``delta_act``.
 
     Each row of ``input_ids`` is a forward of its own, without its padding and without a cache: scope ``batch`` and
-    per-tensor activation scales see one sequence at a time. The outputs of all modules for one row are held.
+    per-tensor activation scales see one sequence at a time. The outputs of all linears, experts and layers for one
+    row are held, five times.
 
     Args:
         trainer: unconverted, or in mode w4a16 or w4a4; takes token ids [1, T] and returns logits, or an output that has
             them. Whole: not sharded over processes.
         rollout: usually in mode w4a4_residual, of the same architecture; any other model that ``trainer`` may be works
-            too (``P(T, T)`` of a bf16 model against its fp32 copy is the floor of the gap).
+            too: a bf16 model against its fp32 copy shows the floor of the gap.
         input_ids: int64 [B, T].
         mask: [B, C], C < T, nonzero where one of the last C tokens counts; None counts all but the first.
         attention_mask: [B, T], 0 at padding, which is cut away.
@@ -257,9 +258,8 @@ class _Sums:
         for name, mine in own.outputs.items():
             if any(name not in f.outputs or f.outputs[name].shape != mine.shape for f in forwards):
                 continue
-            y = [f.outputs[name].to(mine.device).float() for f in (own, base, weights, both, other)]
-            parts = [y[4] - y[0], y[2] - y[1], y[3] - y[2], (y[4] - y[3]) + (y[1] - y[0]), y[0]]
-            new = torch.stack([part.square().sum().double() for part in parts]).cpu()
+            y = [f.outputs[name].to(mine.device) for f in (own, base, weights, both, other)]
+            new = torch.stack([part.square().sum().double() for part in _differences(*y)]).cpu()
             self.outputs[name] = self.outputs.get(name, 0) + new
         for name, mine in own.experts.items():
             theirs = other.experts.get(name)
@@ -267,6 +267,15 @@ class _Sums:
                 counts = self.experts.setdefault(name, [0, 0, 0, 0])
                 for i, count in enumerate(_flips(mine, theirs)):
                     counts[i] += count
+
+
+def _differences(own: Tensor, base: Tensor, weights: Tensor, both: Tensor, other: Tensor) -> Iterator[Tensor]:
+    """Of the outputs of the five forwards: total, weight, act, num, and the trainer's own, one at a time in float32."""
+    yield other.float() - own
+    yield weights.float() - base
+    yield both.float() - weights
+    yield (other.float() - both) + (base.float() - own)
+    yield own.float()
 
 
 def _flips(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:

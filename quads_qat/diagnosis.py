@@ -96,7 +96,8 @@ class Diagnosis:
     Attributes:
         delta, delta_weight, delta_act, delta_num: float64 [B, C], per token, NaN where it does not count. At every
             token ``delta_weight + delta_act + delta_num == delta``, exactly.
-        gap: statistics of each of the four, by these names. ``k1`` adds up too; maxima and means of magnitudes do not.
+        gap: statistics of each of the four, by these names. ``k1`` adds up too, but for rounding;
+            maxima and means of magnitudes do not.
         positions: mean magnitude of each at each of the C positions, over the rows; None where no row counts.
         layers: error of each decoder layer's output, in the order of the model.
         modules: error of the output of every linear and expert stack that sees each token once.

@@ -10,7 +10,7 @@ from torch import Tensor
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.reference import dequantize
-from quads_qat.swaps import Ingredients, experts_in, multiply
+from quads_qat.swaps import Ingredients, experts_in, product
 
 
 @dataclass(frozen=True)
@@ -101,25 +101,24 @@ class GemmSums:
         x = x.reshape(-1, x.shape[-1])
         if x.shape[0] == 0:
             return
-        expected, y = (multiply(x, side, expert, None, like).float() for side in (self.mine, used))
-        wide, ours, kept = x.float(), _total(x, self.mine, expert), _total(x, used, expert)
-        if used.activation is not None:
-            self.activation.add(x, used.quantize(x, expert)[0])
-        left = wide - kept
-        values = [(y - expected).square().sum(), expected.square().sum(), left.square().sum(), wide.square().sum()]
-        output = torch.stack([value.double() for value in values])
+        (packed, operands), (_, own) = (_operands(x, side, expert) for side in (used, self.mine))
+        weight, own_weight = used.matrix(expert, like), self.mine.matrix(expert, like)
+        if packed:
+            self.activation.add(x, packed[0])
+        expected = product(own, own_weight).float()
+        kept, own_kept = (torch.stack([o.float() for o in side]).sum(0) for side in (operands, own))
+        differences = [product(operands, weight).float() - expected, expected, x.float() - kept, x.float()]
+        output = torch.stack([difference.square().sum().double() for difference in differences])
         self.output = output if self.output is None else self.output + output
-        weight = used.matrix(expert, like).float()
-        changed = (weight - self.mine.matrix(expert, like).float()).square().sum(0)
-        by_act = (kept - ours).square().sum(0) * weight.square().sum(0)
-        caused = torch.stack([by_act, ours.square().sum(0) * changed]).double()
+        wide, changed = weight.float(), weight.float() - own_weight.float()
+        by_act = (kept - own_kept).square().sum(0) * wide.square().sum(0)
+        by_weight = own_kept.square().sum(0) * changed.square().sum(0)
+        caused = torch.stack([by_act, by_weight]).double()
         self.channels = caused if self.channels is None else self.channels + caused
         self.rows += x.shape[0]
 
 
-def _total(x: Tensor, side: Ingredients, expert: int | None) -> Tensor:
-    """By what x is multiplied in all, in float32."""
-    if side.activation is None:
-        return x.float()
-    operands = [dequantize(q, torch.float32) for q in side.quantize(x, expert)]
-    return operands[0] if len(operands) == 1 else operands[0] + operands[1]
+def _operands(x: Tensor, side: Ingredients, expert: int | None) -> tuple[list[NVFP4Tensor], list[Tensor]]:
+    """What x is multiplied as: packed (nothing, if it is left alone), and decoded into its dtype."""
+    packed = [] if side.activation is None else side.quantize(x, expert)
+    return packed, [dequantize(q, x.dtype) for q in packed] or [x]

@@ -158,7 +158,11 @@ def experts_in(weight: NVFP4Tensor | Tensor) -> list[int | None]:
 
 def multiply(x: Tensor, source: Ingredients, expert: int | None, bias: Tensor | None, like: Tensor) -> Tensor:
     """One GEMM in the dtype of the trainer's weight: the two operands of a compensated input lie along one K."""
-    weight, operands = source.matrix(expert, like), source.treat(x, expert)
+    return product(source.treat(x, expert), source.matrix(expert, like), bias)
+
+
+def product(operands: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The sum of the operands' products with one weight [N, K], as one product over a longer K."""
     row = operands[0] if len(operands) == 1 else torch.cat(operands, dim=-1)
     column = weight if len(operands) == 1 else torch.cat([weight] * len(operands), dim=-1)
     return F.linear(row.to(column.dtype), column, bias)
