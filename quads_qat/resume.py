@@ -107,13 +107,20 @@ def open_destination(
         ValueError: ``path`` holds something else, another process writes there, or the system refuses to.
     """
     path = Path(path)
-    destination = None
+    destination, made = None, False
     try:
         made = _require_usable(path)
         if made:
             path.mkdir()
         with _locked_journal(path) as journal:
-            destination = Destination(path, journal, *_read_journal(path, journal, job))
+            new = os.fstat(journal).st_size == 0
+            try:
+                recorded, notes = _read_journal(path, journal, job)
+            except BaseException:
+                if new:  # of a directory that another process has finished meanwhile, or on a full disk
+                    (path / JOURNAL).unlink()
+                raise
+            destination = Destination(path, journal, recorded, notes)
             try:
                 check_space(destination.finished)
                 yield destination
@@ -126,6 +133,9 @@ def open_destination(
                     if made:
                         path.rmdir()
     except OSError as error:
+        if made and destination is None:
+            with contextlib.suppress(OSError):  # another process may have begun there
+                path.rmdir()
         left = (
             "finished shards were kept: repeat the command to continue" if destination and destination.finished else ""
         )
@@ -195,7 +205,7 @@ def _read_journal(path: Path, journal: int, job: dict[str, Any]) -> tuple[dict[s
     text = (path / JOURNAL).read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
     os.ftruncate(journal, len(whole))
-    lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()] if _is_json_lines(whole) else [{}]
+    lines = _lines(whole)
     job = json.loads(json.dumps(job))
     if not lines:
         if other := [file.name for file in path.iterdir() if file.name != JOURNAL]:
@@ -203,16 +213,32 @@ def _read_journal(path: Path, journal: int, job: dict[str, Any]) -> tuple[dict[s
         _append(journal, job)
         return {}, {}
     _require_same(path, lines[0], job)
-    shards = [line for line in lines[1:] if "shard" in line and Path(line["shard"]).name == line["shard"]]
+    shards = [line for line in lines[1:] if "shard" in line and _is_plain(line["shard"])]
     notes = {line["note"]: line["value"] for line in lines[1:] if "note" in line}
     return {line["shard"]: (line["size"], line["sha256"]) for line in shards}, notes
 
 
-def _is_json_lines(text: bytes) -> bool:
+def _lines(text: bytes) -> list[dict[str, Any]]:
+    """The lines of a journal; [{}], which is no job, if that is none."""
     try:
-        return all(isinstance(json.loads(line), dict) for line in text.splitlines())
-    except ValueError:
-        return False
+        lines = [json.loads(line) for line in text.splitlines()]
+    except (ValueError, RecursionError):
+        return [{}]
+    sound = all(isinstance(line, dict) for line in lines) and all(_is_event(line) for line in lines[1:])
+    return lines if sound else [{}]
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    """A note, or a shard."""
+    if isinstance(line.get("note"), str):
+        return "value" in line
+    kinds = {"shard": str, "size": int, "sha256": str}
+    return all(isinstance(line.get(key), kind) for key, kind in kinds.items())
+
+
+def _is_plain(shard: str) -> bool:
+    """It is a file of the directory itself."""
+    return shard.endswith(".safetensors") and Path(shard).name == shard
 
 
 def _require_same(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
+from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key, whole
 from quads_qat.verify_config import announcement_differences, as_config, model_differences
 from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales
@@ -99,6 +100,7 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     if any(p.dtype == torch.float32 for p in root.parameters()):
         report.cast = str(next(iter(conversion.weights.values())).format.export_dtype).removeprefix("torch.")
     trained: dict[str, Tensor] = {}
+    made: NVFP4Tensor | None = None
     for disk in plan.weights:
         weight, fmt = disk.weight, disk.weight.format
         if weight.name not in trained:
@@ -106,8 +108,12 @@ def verify(model: nn.Module, path: str | Path) -> Report:
             amax = amax_of_group(conversion, weight)
             value = fake_quantize_weight(master, amax, fmt, fmt.export_dtype)
             trained = {weight.name: value.mT if fmt.transposed else value}
+            if not checkpoint.foreign:
+                cast = master.to(fmt.export_dtype)
+                made = ops.quantize(cast.mT if fmt.transposed else cast, tensor_amax=amax, recipe=fmt.recipe)
         values = cut(trained[weight.name], disk.expert, disk.rows).cpu()
-        _compare_quantized(report, checkpoint, disk, values, amax if amax.ndim == 0 else amax[disk.expert])
+        own = None if made is None else disk.of_parameter(made)
+        _compare_quantized(report, checkpoint, disk, values, amax if amax.ndim == 0 else amax[disk.expert], own)
     report.differences |= dict.fromkeys(sorted(extra), "quantized in the checkpoint, not in the model")
     rest: dict[str, int] = {}
     for name, tensor in export_rest(root, conversion, plan):
@@ -205,7 +211,9 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         amax = ops.amax(*tensors)
         for disk, tensor in zip(group, tensors, strict=True):
             expected = ops.fake_quantize(tensor, tensor_amax=amax, recipe=checkpoint.recipe)
-            _compare_quantized(report, checkpoint, disk, expected, amax)
+            foreign = checkpoint.foreign  # others may write what decodes alike
+            made = None if foreign else ops.quantize(tensor, tensor_amax=amax, recipe=checkpoint.recipe)
+            _compare_quantized(report, checkpoint, disk, expected, amax, made)
     expected_names = {name for disk in plan.weights for name in tensors_of(checkpoint, disk.name)}
     in_high_precision = {bias.source for bias in plan.biases} | {disk.source for disk in plan.weights}
     for bias in plan.biases:
@@ -238,9 +246,17 @@ def _require_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
 
 
 def _compare_quantized(
-    report: Report, checkpoint: Checkpoint, disk: DiskWeight, expected: Tensor, amax: Tensor
+    report: Report,
+    checkpoint: Checkpoint,
+    disk: DiskWeight,
+    expected: Tensor,
+    amax: Tensor,
+    made: NVFP4Tensor | None,
 ) -> None:
-    """Decoded values against ``expected``, and the per-tensor scale, which engines use in fp32, against ``amax``'s."""
+    """Decoded values against ``expected``, and the per-tensor scale, which engines use in fp32, against ``amax``'s.
+
+    ``made``: codes and scales that must be the very bytes; a block of zeros decodes alike from many.
+    """
     report.quantized += 1
     try:
         q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
@@ -249,13 +265,20 @@ def _compare_quantized(
     except ValueError as error:
         report.differences[disk.name] = str(error)
         return
-    name = checkpoint.tensor_names(disk.name).scale
+    names = checkpoint.tensor_names(disk.name)
     p, own = ops.scale_from_amax(amax.cpu(), recipe=checkpoint.recipe)
     scale = dialects.stored(p, own, checkpoint.recipe, checkpoint.dialect)
     if how := difference(ops.dequantize(q, expected.dtype), expected):
         report.differences[disk.name] = how
-    elif how := difference(checkpoint.reader.get(name).float().reshape(scale.shape), scale):
-        report.differences[name] = how
+        return
+    stored = checkpoint.reader.get(names.scale)
+    if how := difference(stored.float().reshape(scale.shape) if checkpoint.foreign else stored, scale):
+        report.differences[names.scale] = how
+    if made is not None:
+        pairs = {names.qdata: (q.qdata, made.qdata), names.block_scale: (q.block_scale, made.block_scale)}
+        for name, (there, here) in pairs.items():
+            if how := difference(there, here.cpu()):
+                report.differences[name] = how
 
 
 def _compare(report: Report, reader: checkpoint_io.Reader, name: str, expected: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 import quads_qat as qq
 from quads_qat.compare import diff, inspect_checkpoint
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect
+from quads_qat.resume import JOURNAL
 from quads_qat.safetensors_file import read_header
 from quads_qat.verify import verify_checkpoint
 
@@ -265,3 +266,85 @@ def test_excluded_modules_that_are_no_list_of_names(excluded: Any, files: Path, 
     (path / "hf_quant_config.json").write_text(json.dumps(config))
     assert any("exclude_modules" in problem for problem in inspect_checkpoint(path)["problems"])
     assert "exclude_modules" in str(verify_checkpoint(files / "source", path))
+
+
+@pytest.mark.parametrize("recipe", ["aligned", "modelopt-ieee"])
+def test_verify_sees_every_bit_of_codes_and_scales_of_zeros(recipe: str, tmp_path: Path):
+    """Where a block is all zeros, its scale is free; where the scale is zero, its codes are. Engines do not care."""
+    model = tiny_model("llama")
+    weight = "model.layers.0.self_attn.o_proj.weight"
+    with torch.no_grad():
+        parameter = model.get_parameter(weight)
+        parameter[0] = 0
+        parameter[1, :16] = 1e-7
+    model.save_pretrained(tmp_path / "source")
+    qq.convert(model, "w4a16", recipe=recipe)
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    for name, count in ((weight, 16), (f"{weight}_scale", 5)):
+        stored = tensors[name].view(torch.uint8)
+        for i in range(count):
+            stored.view(-1)[i] ^= 1 << i % 7
+            save_file(tensors, file, metadata={"format": "pt"})
+            with pytest.raises(qq.VerificationError, match=r"o_proj\.weight"):
+                qq.verify(model, tmp_path / "out")
+            assert not verify_checkpoint(tmp_path / "source", tmp_path / "out").ok
+            stored.view(-1)[i] ^= 1 << i % 7
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert qq.verify(model, tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("change", [lambda t: t.double(), lambda t: t.reshape(1), lambda t: t.bfloat16()])
+def test_verify_sees_a_scale_of_another_dtype_or_shape(change: Any, files: Path, tmp_path: Path):
+    name = "model.layers.0.self_attn.o_proj.weight_scale_2"
+    scale = load_file(files / "modelopt" / "model.safetensors")[name]
+    path = changed(files / "modelopt", tmp_path / "changed", name, change(scale))
+    assert name in str(verify_checkpoint(files / "source", path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"shard": "model.safetensors"}',
+        '{"shard": 5, "size": 1, "sha256": "0"}',
+        '{"shard": "model.safetensors", "size": "1", "sha256": "0"}',
+        '{"note": "amaxes"}',
+        "[" * 100_000,
+    ],
+)
+def test_a_journal_whose_lines_say_nothing(line: str, files: Path, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    journal = tmp_path / "out" / JOURNAL
+    journal.write_text(f"{{}}\n{line}\n")
+    with pytest.raises(ValueError, match="its journal cannot be read"):
+        qq.quantize_checkpoint(files / "source", tmp_path / "out")
+    assert journal.read_text() == f"{{}}\n{line}\n"
+
+
+def test_a_disk_that_is_full_at_once_leaves_nothing(monkeypatch: pytest.MonkeyPatch, files: Path, tmp_path: Path):
+    """The directory and an empty journal stayed, though the message said that nothing did."""
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "mine").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        for name in ("out", "mine"):
+            with pytest.raises(ValueError, match=r"No space left on device.*nothing was left behind"):
+                qq.quantize_checkpoint(files / "source", tmp_path / name)
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_a_directory_that_was_finished_meanwhile_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, files: Path, tmp_path: Path
+):
+    """Between the look at a directory and the lock another process may finish; a new journal stayed behind."""
+    qq.quantize_checkpoint(files / "source", tmp_path / "out")
+    before = sorted((tmp_path / "out").iterdir())
+    monkeypatch.setattr("quads_qat.resume._require_usable", lambda path: False)
+    with pytest.raises(ValueError, match="exists already and holds"):
+        qq.quantize_checkpoint(files / "source", tmp_path / "out")
+    assert sorted((tmp_path / "out").iterdir()) == before
