@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from quads_qat import autograd, ops, sharding
 from quads_qat.config import Recipe, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import whole
 
 
 class Factors(NamedTuple):
@@ -47,18 +48,22 @@ def _(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequenc
 def merge(weight: Tensor, factors: Sequence[Factors]) -> Tensor:
     """``weight + sum s B A``, summed in fp32 and rounded once to the weight's dtype. No gradient.
 
+    A sharded weight (DTensor) gives one sharded alike, after a gather that all its ranks must take part in: the GEMM is
+    the whole one on every rank, so that its bits are.
+
     >>> merge(torch.zeros(2, 16), [Factors(torch.ones(1, 16), torch.ones(2, 1), 0.5)])[0, 0]
     tensor(0.5000)
     """
     if not factors:
         return weight
-    if any(sharding.is_sharded(t) for t in (weight, *(t for f in factors for t in f[:2]))):
-        raise ValueError(
-            "merge: tensor-parallel weights with adapters are not supported; shard with FSDP2, adapters and base in "
-            "one unit"
-        )
-    parts = ([f.a.detach() for f in factors], [f.b.detach() for f in factors], [f.scaling for f in factors])
-    return _merge(weight.detach(), *parts)
+    a, b = ([whole(t.detach()) for t in ts] for ts in ([f.a for f in factors], [f.b for f in factors]))
+    merged = _merge(whole(weight.detach()), a, b, [f.scaling for f in factors])
+    if not sharding.is_sharded(weight):
+        return merged
+    from torch.distributed.tensor import distribute_tensor  # slow to import, and needed here only
+
+    mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return distribute_tensor(merged, mesh, placements, src_data_rank=None)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -138,6 +143,11 @@ def merged_linear(
         amax: of the scale group, of merged weights.
         fmt: layout and recipe; None multiplies by the merged weight as it is.
     """
+    if any(sharding.is_sharded(t) for t in (weight, *(t for f in factors for t in f[:2]))):
+        raise ValueError(
+            "merged_linear: tensor parallelism with adapters is not supported; shard with FSDP2, the base weight and "
+            "its adapters in one unit"
+        )
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))

@@ -5,6 +5,9 @@ packed base stays packed, lets gradients through, and no adapter is ever quantiz
 import copy
 import gc
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -320,6 +323,21 @@ def test_one_graph_with_the_eager_bits():
             for parameter, gradient in zip(trainable, grads[0][1:], strict=True):
                 parameter.sub_(gradient.sign(), alpha=0.01)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_fsdp2_trains_and_exports_the_adapters_of_a_whole_model(tmp_path: Path):
+    tests = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tests / "peft_ranks.py"), str(tmp_path / "report")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (tmp_path / "report").exists(), done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(

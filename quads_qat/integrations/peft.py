@@ -165,23 +165,26 @@ class QuantizedLoraLinear(LoraLinear):
         names = [name for name in names if name in self.lora_A]
         if not names:
             return
-        original = self._original()
+        original = self.base_layer.weight.data.clone() if self._unmerged is None else self._moved()
         weight = adapters.merge(original, self.factors([*self.merged_adapters, *names]))
         if safe_merge and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"merge: the weight merged with {names} has NaN or inf; the adapter is broken")
-        self._unmerged, self.base_layer.weight.data = original, weight
+        self._unmerged = original
+        self.base_layer.weight.data.copy_(weight)  # in place: FSDP and optimizers hold this memory
         self.merged_adapters.extend(names)
 
-    def _original(self) -> Tensor:
+    def _moved(self) -> Tensor:
+        """The unmerged weight, where and what the base weight is by now."""
+        assert self._unmerged is not None
         weight = self.base_layer.weight.data
-        return weight if self._unmerged is None else self._unmerged.to(weight)
+        return self._unmerged.to(device=weight.device, dtype=weight.dtype)
 
     def unmerge(self) -> None:
         """Give the base weight back, bit for bit."""
         if not self.merged:
             warnings.warn("QuantizedLoraLinear: already unmerged, nothing to do", stacklevel=2)
             return
-        self.base_layer.weight.data = self._original()
+        self.base_layer.weight.data.copy_(self._moved())
         self._unmerged = None
         self.merged_adapters.clear()
 
