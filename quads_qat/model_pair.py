@@ -45,6 +45,11 @@ class ModelPair:
         if b_conversion is not None and b_conversion.sync.broken:
             raise ValueError(f"diagnose: the rollout is unusable: {b_conversion.sync.broken}")
         names = [name for name, module in a.named_modules() if parameters_of(module)]
+        if any(name.endswith(".base_layer") for name in names):
+            raise ValueError(
+                "diagnose: the trainer has adapters; pass the merged model: "
+                "`with quads_qat.integrations.peft.merged(trainer) as plain: quads_qat.diagnose(plain, rollout, ids)`"
+            )
         common = [name for name in names if (m := _submodule(b, name)) is not None and parameters_of(m)]
         if not common:
             raise ValueError(

@@ -335,6 +335,9 @@ def test_refusals():
     for arguments, message in refused:
         with pytest.raises(ValueError, match=message):
             qq.diagnose(*arguments)
+    adapted = nn.Sequential(nn.Embedding(8, 16), nn.ModuleDict({"base_layer": nn.Linear(16, 8)}))
+    with pytest.raises(ValueError, match="the trainer has adapters; pass the merged model: .*merged"):
+        qq.diagnose(adapted, rollout, ids)
     larger = tiny_model("qwen3_moe")
     larger.resize_token_embeddings(144)
     with pytest.raises(ValueError, match=r"embed_tokens.weight has the shapes \[128, 64\] and \[144, 64\]"):
