@@ -22,7 +22,7 @@ from quads_qat.swaps import (
     running_with,
     with_tensors,
 )
-from quads_qat.token_log_probs import _evaluating, chosen
+from quads_qat.token_log_probs import evaluating, chosen
 
 __all__ = ["Diagnosis", "GapLogger", "GapStats", "diagnose", "gap_stats"]
 
@@ -88,8 +88,8 @@ def diagnose(
     log_probs = [torch.full(given.ids.shape, torch.nan, dtype=torch.float64) for _ in range(5)]
     sums = _Sums(pair)
     with ExitStack() as stack:
-        stack.enter_context(_evaluating(trainer))
-        stack.enter_context(_evaluating(rollout))
+        stack.enter_context(evaluating(trainer))
+        stack.enter_context(evaluating(rollout))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for row, places in enumerate(given.places):
             if places.numel() > 1:

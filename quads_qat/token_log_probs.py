@@ -50,7 +50,7 @@ def _batches_of_logits(
     device = next(p.device for p in (*model.parameters(), *model.buffers()))
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters
     rows = max(1, _TOKENS // count)
-    with _evaluating(model):
+    with evaluating(model):
         for start in range(0, len(input_ids), rows):
             ids, arguments = input_ids[start : start + rows].to(device), {}
             if attention_mask is not None:
@@ -63,7 +63,8 @@ def _batches_of_logits(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards the modules that were training are again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -336,7 +336,7 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             qq.diagnose(*arguments)
     adapted = nn.Sequential(nn.Embedding(8, 16), nn.ModuleDict({"base_layer": nn.Linear(16, 8)}))
-    with pytest.raises(ValueError, match="the trainer has adapters; pass the merged model: .*merged"):
+    with pytest.raises(ValueError, match="the trainer has adapters; pass the merged model"):
         qq.diagnose(adapted, rollout, ids)
     larger = tiny_model("qwen3_moe")
     larger.resize_token_embeddings(144)
