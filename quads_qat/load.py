@@ -375,7 +375,7 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
     split: dict[str, Tensor] = {}
     for bias in plan.biases:
         value = split.setdefault(bias.parameter, torch.empty_like(state[bias.parameter], device="cpu"))
-        bias.of_source(value).copy_(reader.get(bias.name))
+        _fill(bias.of_source(value), reader.get(bias.name), f"{reader.path}: {bias.name}")
     yield from split.items()
     found_otherwise = {*split, *(disk.weight.name for disk in plan.weights)}
     rest = [n for n in names.state_dict_names(model) if n not in found_otherwise]
@@ -402,6 +402,7 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
 def _fill(place: Tensor, tensor: Tensor, name: str) -> None:
     if place.shape != tensor.shape:  # copy_ would broadcast
         raise ValueError(f"{name} must have shape {list(place.shape)}, got {list(tensor.shape)}")
+    names.require_float(name, tensor.dtype, place.dtype)
     place.copy_(tensor)
 
 

@@ -136,7 +136,17 @@ class DiskElements:
             raise ValueError(f"{self.name} must have shape {list(self.shape)}, got {list(tensor.shape)}")
         flat = tensor.reshape(-1)
         for name, (there, here) in self.parts.items():
+            require_float(self.name, tensor.dtype, into[name].dtype)
             into[name].view(-1)[here] = flat[there].to(into[name].dtype)
+
+
+def require_float(name: str, stored: torch.dtype, needed: torch.dtype) -> None:
+    """Raise ValueError if a tensor in high precision is stored as something that a cast would make other numbers of.
+
+    Codes without their scales, say: integers, booleans, complex numbers, floats of 8 bits.
+    """
+    if needed.is_floating_point and (not stored.is_floating_point or stored.itemsize == 1) and stored != needed:
+        raise ValueError(f"{name} must be {needed} or another float of at least 16 bits, got {stored}")
 
 
 def disk_elements(model: nn.Module, parameters: Iterable[str]) -> Iterator[DiskElements]:

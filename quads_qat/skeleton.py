@@ -75,9 +75,11 @@ def architecture_of(path: str | Path, config: dict[str, Any], *, trust_remote_co
     return _own_class(path, code), listed
 
 
-def _own_class(path: str | Path, code: str) -> Any:
+def _own_class(path: str | Path, code: Any) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    if not isinstance(code, str):
+        raise ValueError(f"{path}: config.json must name its model code as file.Class, got {code!r}")
     if "--" in code:
         raise ValueError(f"{path}: config.json takes its model code from another repository ({code}); copy it here")
     try:

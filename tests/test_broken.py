@@ -348,3 +348,35 @@ def test_a_directory_that_was_finished_meanwhile_stays_as_it_is(
     with pytest.raises(ValueError, match="exists already and holds"):
         qq.quantize_checkpoint(files / "source", tmp_path / "out")
     assert sorted((tmp_path / "out").iterdir()) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("load", [qq.load_model, qq.load_rollout])
+def test_what_is_in_high_precision_is_no_integer(load: Any, name: str, dtype: torch.dtype, files: Path, tmp_path: Path):
+    """Codes without their scales, cast as if they were numbers."""
+    weight = load_file(files / "modelopt" / "model.safetensors")[name]
+    path = changed(files / "modelopt", tmp_path / "changed", name, torch.ones(weight.shape).to(dtype))
+    with pytest.raises(ValueError, match=rf"{name} must be torch.bfloat16 or another float of at least 16 bits, got"):
+        load(path)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (32, 1)])
+def test_a_bias_of_another_shape_is_not_broadcast(shape: tuple[int, ...], tmp_path: Path):
+    model = qq.convert(tiny_model("gpt_oss"), "w4a16")
+    qq.export_checkpoint(model, tmp_path / "out", dialect="compressed-tensors")
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    name = next(n for n in names if n.endswith(".experts.0.up_proj.bias"))
+    path = changed(tmp_path / "out", tmp_path / "changed", name, torch.ones(shape, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=rf"{name} must have shape \[\d+\], got"):
+        qq.load_model(path)
+
+
+@pytest.mark.parametrize("code", [5, ["evil.Model"], {"a": "evil.Model"}])
+def test_model_code_whose_name_is_none(code: Any, files: Path, tmp_path: Path):
+    shutil.copytree(files / "source", tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config |= {"architectures": ["Nowhere"], "auto_map": {"AutoModelForCausalLM": code}}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"must name its model code as file\.Class"):
+        qq.quantize_checkpoint(tmp_path / "source", tmp_path / "out", trust_remote_code=True)
