@@ -22,7 +22,7 @@ from quads_qat.swaps import (
     running_with,
     with_tensors,
 )
-from quads_qat.token_log_probs import evaluating, chosen
+from quads_qat.token_log_probs import chosen, evaluating
 
 __all__ = ["Diagnosis", "GapLogger", "GapStats", "diagnose", "gap_stats"]
 
@@ -180,6 +180,11 @@ def _forward(who: str, model: nn.Module, root: nn.Module, pair: ModelPair, ids: 
         raise ValueError(
             f"diagnose: the {who} must return logits [1, T, V] for token ids [1, T], got "
             f"{list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__} for T = {ids.numel()}"
+        )
+    if int(ids.max()) >= logits.shape[-1]:
+        raise ValueError(
+            f"diagnose: the {who} must return logits over its vocabulary, got {logits.shape[-1]} for token ids up to "
+            f"{int(ids.max())}"
         )
     log_probs = chosen(logits[0, :-1], ids[1:].to(device), temperature).double().cpu()
     if not bool(torch.isfinite(log_probs).all()):

@@ -338,6 +338,9 @@ def test_refusals():
     adapted = nn.Sequential(nn.Embedding(8, 16), nn.ModuleDict({"base_layer": nn.Linear(16, 8)}))
     with pytest.raises(ValueError, match="the trainer has adapters; pass the merged model"):
         qq.diagnose(adapted, rollout, ids)
+    classifier = nn.Sequential(nn.Embedding(128, 16), nn.Linear(16, 8))
+    with pytest.raises(ValueError, match="must return logits over its vocabulary, got 8 for token ids up to 1"):
+        qq.diagnose(classifier, copy.deepcopy(classifier), ids)
     larger = tiny_model("qwen3_moe")
     larger.resize_token_embeddings(144)
     with pytest.raises(ValueError, match=r"embed_tokens.weight has the shapes \[128, 64\] and \[144, 64\]"):
