@@ -108,12 +108,15 @@ def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
 
 def require_unwrapped(root: nn.Module, who: str) -> None:
     """Raise ValueError if adapters wrap modules of a converted model, whose names and weights then are other ones."""
+    way_out = (
+        "is not merged; call model.merge_and_unload() first, or `with quads_qat.integrations.peft.merged(model) as "
+        f"plain:` {who} of plain"
+    )
+    if root.__dict__[STATE].mode is Mode.W4A4_RESIDUAL:
+        way_out = "hides its packed weights; call model.unload() first"
     for name, module in root.named_modules():
         if "base_layer" in module._modules or "original_module" in module._modules:
-            raise ValueError(
-                f"{who}: {name} is wrapped by an adapter that is not merged; call model.merge_and_unload() first, or "
-                f"`with quads_qat.integrations.peft.merged(model) as plain:` {who} of plain"
-            )
+            raise ValueError(f"{who}: {name} is wrapped by an adapter that {way_out}")
 
 
 def check_patterns(**arguments: Sequence[str]) -> None:

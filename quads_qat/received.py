@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quads_qat.checkpoint_plan import export_plan
 from quads_qat.config import Dialect
-from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_weight
 from quads_qat.dialects import carries
 from quads_qat.qtensor import NVFP4Tensor
@@ -53,6 +53,7 @@ class Comparison:
 def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
     """Every weight of a trainer against the rollout module's own, in the names of the model."""
     root, conversion = conversion_of(trainer, "compare_rollout")
+    require_unwrapped(root, "compare_rollout")
     other, theirs = conversion_of(rollout, "compare_rollout")
     live, rest = other.state_dict(keep_vars=True), rest_in_memory(root, conversion)
     packed = {f"{name}_{part}" for name in theirs.weights for part in (*_PARTS, "stored_scale")}
@@ -126,6 +127,7 @@ def compare_received(
     """
     taken = dict(received)
     root, conversion = conversion_of(trainer, "compare_received")
+    require_unwrapped(root, "compare_received")
     dialect, names = _dialect_of(trainer, conversion, taken, activations)
     scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - names  # an engine's own, if it has any
     found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names - scales))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat.config import ActivationScale, ExpertMask, Mode, ResidualConfig, ResidualScope
-from quads_qat.conversion import Conversion, Weight, conversion_of
+from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.linear import ActivationObserver
 from quads_qat.reference_matmul import ChannelScores, mask_of_score
 from quads_qat.residual import PackedModule, Record, ResidualCompensatedExperts, residual_rows
@@ -244,6 +244,7 @@ def quant_state_dict(model: nn.Module) -> dict[str, Tensor]:
         amaxes = {f"{key}.amax": o.amax.clone() for key, o in conversion.observers.items() if o.amax is not None}
         held = {f"{k}.weight_amax": g.held.clone() for k, g in conversion.groups.items() if g.held is not None}
         return amaxes | held | ({"steps": torch.tensor(conversion.steps)} if conversion.steps else {})
+    require_unwrapped(root, "quant_state_dict")
     state: dict[str, Tensor] = {}
     for name, weight in conversion.weights.items():
         module, key = _packed(root, weight), f"{activation_key(weight.group)}.amax"
@@ -266,6 +267,8 @@ def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     """
     root, conversion = conversion_of(model, "load_quant_state_dict")
     rollout = conversion.mode is Mode.W4A4_RESIDUAL
+    if rollout:
+        require_unwrapped(root, "load_quant_state_dict")
     known = {f"{key}.amax" for key in conversion.observers}
     held = {} if rollout else {f"{key}.weight_amax": group for key, group in conversion.groups.items()}
     masks = {f"{name}.mask": weight for name, weight in conversion.weights.items()} if rollout else {}

@@ -16,7 +16,7 @@ from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan, with_sta
 from quads_qat.compare import difference, tensors_of
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
-from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
@@ -88,6 +88,7 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     root, conversion = conversion_of(model, "verify")
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
+    require_unwrapped(root, "verify")
     checkpoint = Checkpoint.open(path)
     _require_recipe(checkpoint, conversion.recipe)
     if checkpoint.contract is not None:

@@ -43,7 +43,7 @@ from quads_qat.autograd import group_amax
 from quads_qat.checkpoint_plan import Assembly, DiskWeight
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
-from quads_qat.conversion import Conversion, Weight, conversion_of
+from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.convert import quantize_master
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
@@ -124,6 +124,7 @@ def update_weights(
             f"update_weights: this model is a trainer (mode '{conversion.mode}'), whose weights load_state_dict "
             "changes; pass a rollout model (mode 'w4a4_residual')"
         )
+    require_unwrapped(root, "update_weights")
     if contract is not None:
         Contract.of_conversion(conversion).require_same(contract, "update_weights")
     plan = sync_plan(root, conversion)

@@ -367,6 +367,8 @@ def test_an_unmerged_model_is_neither_exported_nor_reverted(tmp_path: Path):
         lambda: qq.convert(model, "w4a4_residual"),
         lambda: qq.revert(model),
         lambda: qq.step(model, track_codes=True),
+        lambda: qq.verify(model, tmp_path),
+        lambda: qq.check_first_step(model, received={}),
     ):
         with pytest.raises(
             ValueError, match=r"q_proj is wrapped by an adapter that is not merged; call model\.merge_and"
@@ -471,6 +473,12 @@ def test_a_packed_base_refuses_what_needs_its_weights(checkpoint: Path):
     model = packed_model(checkpoint)
     with pytest.raises(ValueError, match="merge: the base is packed in NVFP4"):
         model.merge_and_unload()
+    for refused in (lambda: qq.update_weights(model, []), lambda: qq.quant_state_dict(model)):
+        with pytest.raises(
+            ValueError, match=r"q_proj is wrapped by an adapter that hides its packed weights; call model"
+        ):
+            refused()
+    assert qq.quant_state_dict(model.unload()) == {}
     with pytest.raises(ValueError, match="a base that quantizes activations gives x no gradient"):
         get_peft_model(qq.load_rollout(checkpoint, residual=qq.ResidualConfig()), lora_config(target_modules=TARGETS))
     rollout = qq.load_rollout(checkpoint, weights_only=True)
