@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, sharding
 from quads_qat.config import Mode, WeightFormat, WeightScale
-from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
+from quads_qat.conversion import Conversion, Weight, conversion_of
 from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.scale_groups import ScaleGroup
 
@@ -36,7 +36,7 @@ class StepReport:
     scales_moved: int
     changed: float | None = None
     clipped: float | None = None
-    by_weight: dict[str, tuple[float | None, float]] = field(default_factory=dict)
+    by_weight: dict[str, tuple[float | None, float]] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, float]:
         """The numbers that are known, by name, for a logger."""
@@ -67,8 +67,6 @@ def step(model: nn.Module, *, track_codes: bool = False) -> StepReport:
     root, conversion = _trainer(model, "step")
     if conversion.code_cache.active:
         raise RuntimeError("step: inside accumulate, whose codes belong to one optimizer step; leave the block first")
-    if track_codes:
-        require_unwrapped(root, "step(track_codes=True)")
     conversion.steps += 1
     schedule = conversion.schedule
     quantizing = conversion.steps >= schedule.start_step
@@ -107,7 +105,7 @@ def _tracked(root: nn.Module, conversion: Conversion, quantizing: bool, moved: i
     counts: dict[str, Tensor] = {}
     known = bool(conversion.last_codes)
     for name, weight in conversion.weights.items():
-        codes, clipped = _codes_of(root, conversion, weight)
+        codes, clipped = _codes_of(conversion, weight)
         last = conversion.last_codes.get(name)
         changed = torch.zeros((), dtype=torch.int64, device=codes.device) if last is None else _differing(codes, last)
         elements = torch.tensor(weight_elements(root, name), device=codes.device)
@@ -131,10 +129,12 @@ def weight_elements(root: nn.Module, name: str) -> int:
     return sharding.local(root.get_parameter(name)).numel()
 
 
-def _codes_of(root: nn.Module, conversion: Conversion, weight: Weight) -> tuple[Tensor, Tensor]:
+def _codes_of(conversion: Conversion, weight: Weight) -> tuple[Tensor, Tensor]:
     """Codes and block scales of this rank's shard as one uint8 [..., 9 K/16], and how many of its elements saturate."""
-    parameter, fmt = root.get_parameter(weight.name).detach(), weight.format
-    amax = autograd.amax_of(conversion.groups[weight.group], fmt)
+    fmt, group = weight.format, conversion.groups[weight.group]
+    place = next(i for i, (_, _, full) in enumerate(group.members) if full == weight.name)
+    parameter = group.weights()[place].detach()  # with what an adapter adds
+    amax = autograd.amax_of(group, fmt)
     q = autograd.weight_codes(parameter, amax, fmt)
     limit = SCALE_RANGE * q.per_tensor_scale
     master = sharding.local(parameter).to(fmt.export_dtype).abs().float()

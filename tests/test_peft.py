@@ -227,6 +227,17 @@ def test_disabled_adapters_are_the_base_policy_also_while_codes_are_kept():
         assert_same_bits(unloaded(input_ids=ids()).logits, expected)
 
 
+def test_step_tracks_the_codes_of_merged_weights():
+    model = trainer()
+    qq.step(model, track_codes=True)
+    assert qq.step(model, track_codes=True).changed == 0
+    train(model)
+    report = qq.step(model, track_codes=True)
+    changed = {name for name, (share, _) in report.by_weight.items() if share}
+    with_adapter = {f"{n.removeprefix('base_model.model.')}.weight" for n in lora_layers(model)}
+    assert with_adapter <= changed <= with_adapter | {n.replace("q_proj", "k_proj") for n in with_adapter}
+
+
 def test_merging_and_unmerging_gives_every_bit_back():
     model = trainer()
     model.add_adapter("second", lora_config(target_modules=TARGETS, r=2))
@@ -366,7 +377,6 @@ def test_an_unmerged_model_is_neither_exported_nor_reverted(tmp_path: Path):
         lambda: qq.export_weights(model, "modelopt"),
         lambda: qq.convert(model, "w4a4_residual"),
         lambda: qq.revert(model),
-        lambda: qq.step(model, track_codes=True),
         lambda: qq.verify(model, tmp_path),
         lambda: qq.check_first_step(model, received={}),
     ):
