@@ -286,10 +286,16 @@ def test_copies_and_pickles_stand_on_their_own():
 def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
     model = trainer()
     model.save_pretrained(tmp_path)
-    base = qq.convert(base_model(), "w4a16", recipe=RECIPE)
-    loaded = PeftModel.from_pretrained(base, tmp_path, config=lora_config(target_modules=TARGETS, r=4))
+    config = lora_config(target_modules=TARGETS, r=4)
     with torch.no_grad():
-        assert_same_bits(loaded(input_ids=ids()).logits, model(input_ids=ids()).logits)
+        expected = model(input_ids=ids()).logits
+        for given in (config, None):
+            base = qq.convert(base_model(), "w4a16", recipe=RECIPE)
+            loaded = PeftModel.from_pretrained(base, tmp_path, config=given)
+            if given is None:  # the saved config makes plain LoRA layers
+                assert not torch.equal(loaded(input_ids=ids()).logits, expected)
+                quantize_merged(loaded)
+            assert_same_bits(loaded(input_ids=ids()).logits, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
