@@ -136,6 +136,18 @@ def json_text(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
+def require_free(destination: Path) -> Path:
+    """Raise ValueError unless a directory can be made at ``destination``; its parent."""
+    if destination.is_symlink():
+        raise ValueError(f"{destination} is a symbolic link; give the directory itself")
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ValueError(f"{destination} exists already; remove it or choose another destination")
+    parent = destination.absolute().parent
+    if not parent.is_dir():
+        raise ValueError(f"{parent}: no such directory; create it first")
+    return parent
+
+
 @contextmanager
 def whole_directory(destination: str | Path) -> Iterator[Path]:
     """A temporary directory beside ``destination`` that takes its name when the block ends well, and goes otherwise.
@@ -146,13 +158,7 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
         ValueError: ``destination`` is a link or exists and is not an empty directory, or its parent is not there.
     """
     destination = Path(destination)
-    if destination.is_symlink():
-        raise ValueError(f"{destination} is a symbolic link; give the directory itself")
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise ValueError(f"{destination} exists already; remove it or choose another destination")
-    parent = destination.absolute().parent
-    if not parent.is_dir():
-        raise ValueError(f"{parent}: no such directory; create it first")
+    parent = require_free(destination)
     partial = None
     try:
         partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))

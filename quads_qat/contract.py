@@ -169,6 +169,18 @@ class Contract:
             )
 
 
+def given_contract(given: Any, who: str) -> Contract:
+    """A ``contract=`` argument: a Contract, or the directory of a checkpoint that has one."""
+    if isinstance(given, str | Path):
+        return contract_of(given)
+    if not isinstance(given, Contract):
+        raise TypeError(
+            f"{who}: contract must be a Contract or a checkpoint directory, got {type(given).__name__}; "
+            "quads_qat.contract_of(trainer) gives one"
+        )
+    return given
+
+
 def _readable(value: Recipe | tuple[Any, ...]) -> str:
     if isinstance(value, Recipe):
         return value.value

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe,
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.experts import layout_of
+from quads_qat.sharding import is_sharded
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,
@@ -46,7 +49,8 @@ def export_checkpoint(
 ) -> None:
     """Write a converted model as an NVFP4 checkpoint that engines load.
 
-    With ``torch.distributed``, call it on all ranks; rank 0 writes. An
+    With ``torch.distributed``, call it on all ranks; rank 0 writes. Where weights are sharded, all ranks leave
+    together: when the directory is there, or with the error of rank 0. An
     :class:`~quads_qat.engine_limits.EngineWarning` names each engine that is known not to load what is written.
 
     Args:
@@ -71,14 +75,16 @@ def export_checkpoint(
     plan = export_plan(root, conversion, dialect)
     quantized = _tensor_names(plan, dialect)
     rest = {name: len(shape) for name, _, shape in metadata if name not in quantized}
+    checkpoint_io.require_free(Path(path))  # on all ranks, before they depend on each other
     stream = export_weights(model, dialect, activations=activations, ranks=0)
     if rank() != 0:
-        next(stream, None)
+        with _together(root):
+            next(stream, None)
         return
     weights_only, names = activations == "none", [disk.name for disk in plan.weights]
     engine_limits.warn(config, dialect, names, weights_only=weights_only, stacklevel=2)
     require_space(Path(path), sum(_nbytes(dtype, shape) for _, dtype, shape in metadata))
-    with checkpoint_io.whole_directory(path) as directory:
+    with _together(root), checkpoint_io.whole_directory(path) as directory:
         checkpoint_io.write_shards(directory, stream, shard_bytes)
         ignored = ignored_modules(rest, plan, root, dialect)
         _write_configs(directory, config, dialect, ignored, contract)
@@ -86,6 +92,23 @@ def export_checkpoint(
             checkpoint_io.copy_companions(Path(source), directory)
         elif getattr(root, "generation_config", None) is not None:
             root.generation_config.save_pretrained(directory)  # pyright: ignore
+
+
+@contextmanager
+def _together(root: nn.Module) -> Iterator[None]:
+    """Of sharded weights, all ranks leave the block when rank 0 does, with the error that rank 0 has."""
+    error = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if any(is_sharded(parameter) for parameter in root.parameters()):
+            said = [None if error is None else f"{type(error).__name__}: {error}"]
+            torch.distributed.broadcast_object_list(said, src=0)
+            if error is None and said[0] is not None:
+                raise RuntimeError(f"export_checkpoint: rank 0 failed ({said[0]}); no checkpoint was written")
 
 
 def plan_checkpoint(

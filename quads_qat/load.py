@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, dialects, names, ops
 from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, cut, disk_plan, is_transposed_stack
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig
-from quads_qat.contract import KEY, Contract, RolloutPolicy
+from quads_qat.contract import KEY, Contract, RolloutPolicy, given_contract
 from quads_qat.conversion import Conversion, select
 from quads_qat.convert import install, install_packed
 from quads_qat.experts import layout_of
@@ -197,7 +197,7 @@ def load_rollout(
     activation_recipe: Recipe | str | None = None,
     weights_only: bool = False,
     dtype: torch.dtype | None = None,
-    contract: Contract | None = None,
+    contract: Contract | str | Path | None = None,
 ) -> nn.Module:
     """A rollout model from an NVFP4 checkpoint: packed weights as they are on disk, never requantized.
 
@@ -250,7 +250,7 @@ def rollout_policy(
     residual: ResidualConfig | None,
     activation_scale: ActivationScale | str | None,
     activation_recipe: Recipe | str | None,
-    contract: Contract | None = None,
+    contract: Contract | str | Path | None = None,
 ) -> tuple[ActivationFormat | None, ResidualConfig | None]:
     """What a rollout of ``checkpoint`` does with activations; arguments as for :func:`load_rollout`.
 
@@ -263,6 +263,7 @@ def rollout_policy(
     if chosen is None and (residual is not None or scale is not None or not checkpoint.weights_only):
         chosen = RolloutPolicy()
     if contract is not None:
+        contract = given_contract(contract, str(checkpoint.reader.path))
         require_contract(checkpoint, contract)
         explicit = residual is not None or scale is not None or recipe is not None
         if not explicit and contract.rollout is not None and chosen != contract.rollout:
@@ -276,8 +277,9 @@ def rollout_policy(
     return (None, None) if chosen is None else (chosen.activation, chosen.residual)
 
 
-def require_contract(checkpoint: Checkpoint, contract: Contract) -> None:
+def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> None:
     """Raise ValueError if the weights were made with another recipe or other scale groups; activations never count."""
+    contract = given_contract(given, str(checkpoint.reader.path))
     if checkpoint.contract is not None:
         contract.require_same(checkpoint.contract, str(checkpoint.reader.path))
     elif contract.recipe not in dialects.FOREIGN_RECIPES[checkpoint.dialect]:
@@ -287,7 +289,9 @@ def require_contract(checkpoint: Checkpoint, contract: Contract) -> None:
         )
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None = None, *, contract: Contract | None = None) -> nn.Module:
+def load_model(
+    path: str | Path, dtype: torch.dtype | None = None, *, contract: Contract | str | Path | None = None
+) -> nn.Module:
     """A plain model with the dequantized weights of an NVFP4 checkpoint of either dialect, for any transformers code.
 
     ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly. In eval mode; parameters take

@@ -5,6 +5,7 @@ The codes come from ``convert.quantize_weight``, which is also what the model's 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,12 @@ def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Modu
             f"{who}: a rollout model holds packed weights only; export the trainer model that it came from"
         )
     dialects.check_recipe(conversion.recipe, dialect)
+    if conversion.full_precision.delayed:
+        warnings.warn(
+            f"{who}: fake quantization starts at step {conversion.schedule.start_step} of the schedule; until then the "
+            "trainer multiplies by its master weights, and this gives quantized ones",
+            stacklevel=3,
+        )
     require_unwrapped(root, who)
     _refuse_two_names(root, conversion, who)
     for name, parameter in root.named_parameters():

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from quads_qat import dialects
 from quads_qat.autograd import group_amax
 from quads_qat.checkpoint_plan import Assembly, DiskWeight
 from quads_qat.config import Mode, Recipe
-from quads_qat.contract import Contract
+from quads_qat.contract import Contract, given_contract
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.convert import quantize_master
 from quads_qat.qtensor import NVFP4Tensor
@@ -76,7 +77,7 @@ def update_weights(
     *,
     metadata: Metadata | None = None,
     strict: bool = True,
-    contract: Contract | None = None,
+    contract: Contract | str | Path | None = None,
 ) -> SyncReport:
     """Give a rollout model new weights, in place: every parameter and buffer keeps its address. Any number of times.
 
@@ -90,8 +91,9 @@ def update_weights(
         named_tensors: (name, tensor) pairs or a dict, on any device. Packed tensors of one dialect in checkpoint names
             (``export_weights``), or tensors in high precision, in checkpoint names or the model's own
             (``trainer.state_dict()``). The latter are quantized on arrival with the rollout's recipe and scale
-            groups, whose members wait for each other: the bits are those that ``export_weights`` gives. Sharded ones
-            (DTensor) are gathered.
+            groups, whose members wait for each other: the bits are those that ``export_weights`` gives, unless the
+            trainer holds its scales (``Schedule``: frozen, ema), which masters do not tell. Sharded ones (DTensor) are
+            gathered.
         metadata: (name, dtype, shape) of what will come (``export_metadata``). Everything is checked against it before
             any byte changes: a refusal leaves the rollout as it was.
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.
@@ -126,7 +128,8 @@ def update_weights(
         )
     require_unwrapped(root, "update_weights")
     if contract is not None:
-        Contract.of_conversion(conversion).require_same(contract, "update_weights")
+        mine = Contract.of_conversion(conversion)
+        mine.require_same(given_contract(contract, "update_weights"), "update_weights")
     plan = sync_plan(root, conversion)
     if metadata is not None:
         expected = _checked_metadata(Ledger(root, conversion, plan), metadata, strict)

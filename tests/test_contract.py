@@ -19,6 +19,7 @@ import quads_qat as qq
 from quads_qat.compare import inspect_checkpoint
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
 from quads_qat.contract import VERSION, Contract, RolloutPolicy, contract_of
+from quads_qat.demo import DATA
 from quads_qat.residual import ResidualCompensatedLinear
 
 SOURCE = CHECKPOINTS / "bf16" / "qwen3"
@@ -233,3 +234,11 @@ def test_scales_that_the_recipe_cannot_have_made(dialect: str, tmp_path: Path) -
     (tmp_path / "claims" / "config.json").write_text(json.dumps(claims), "utf-8")
     with pytest.raises(ValueError, match="must be a power of two"):
         qq.load_model(tmp_path / "claims")
+
+
+def test_a_contract_may_be_given_as_a_directory(tmp_path: Path):
+    qq.quantize_checkpoint(DATA, tmp_path / "a")
+    rollout = qq.load_rollout(tmp_path / "a", contract=tmp_path / "a")
+    qq.update_weights(rollout, qq.load_model(tmp_path / "a").state_dict(), contract=str(tmp_path / "a"))
+    with pytest.raises(TypeError, match="contract must be a Contract or a checkpoint directory, got int"):
+        qq.load_model(tmp_path / "a", contract=3)

@@ -231,3 +231,10 @@ def test_a_weight_that_changes_inside_the_block_is_found_in_debug_mode():
         pass
     with qq.accumulate(model), pytest.raises(RuntimeError, match="step: inside accumulate"):
         qq.step(model)
+
+
+def test_an_export_before_the_start_warns_and_a_report_prints_in_a_line():
+    model = mlp(schedule=qq.Schedule(start_step=3))
+    with pytest.warns(UserWarning, match="export_weights: fake quantization starts at step 3"):
+        list(qq.export_weights(model, "modelopt"))
+    assert "0.weight" not in repr(qq.step(model, track_codes=True))
