@@ -134,8 +134,8 @@ class WeightScale(_Choice):
 class Schedule:
     """How fake quantization changes over a training run; ``quads_qat.step`` moves it on.
 
-    Held scales (``frozen``, ``ema``) are in the packed tensors that ``export_weights`` yields. Masters alone do not tell
-    them: sync rollouts with packed tensors then.
+    Held scales (``frozen``, ``ema``) are in the packed tensors that ``export_weights`` yields. Masters alone do not
+    tell them: sync rollouts with packed tensors then.
 
     Attributes:
         start_step: calls of ``step`` before weights are fake-quantized; until then the trainer is the plain model.
