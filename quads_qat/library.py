@@ -94,7 +94,7 @@ def _quantize(
         if per_tensor_scale is None and tensor_amax is None:
             tensor_amax = amax([x], None)
         given = per_tensor_scale if tensor_amax is None else tensor_amax
-        written = swizzled and x.ndim <= 3 and given.ndim < x.ndim
+        written = swizzled and x.ndim <= 3 and given is not None and given.ndim < x.ndim
         if which is Recipe.ALIGNED and tensor_amax is not None and _spread(tensor_amax, x) is tensor_amax:
             qdata, block_scale, p = kernel(x, tensor_amax, recipe=which, from_amax=True, swizzled=written)
             stored = p

@@ -6,7 +6,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -288,10 +287,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "index is a list": (lambda s: (s / checkpoint_io.INDEX).write_text("[1]"), "must hold a JSON object"),
     "index lacks a weight": (_without_an_entry, r"holds .*experts\.2\.up_proj\.weight, which .* does not list"),
     "index misplaces a weight": (_with_a_wrong_entry, "lacks model.norm.weight, which the index places there"),
-    "tensor in two shards": (_with_a_tensor_twice, r"source: \S+ is in (model-|extra)\S+ and in (model-|extra)\S+; remove"),
+    "tensor in two shards": (
+        _with_a_tensor_twice,
+        r"source: \S+ is in (model-|extra)\S+ and in (model-|extra)\S+; remove",
+    ),
     "index leads out": (
         lambda s: _place(s, "model.norm.weight", "../escape.safetensors"),
-        r"places model\.norm\.weight in '\.\./escape\.safetensors'; a shard must be a safetensors file beside the index",
+        r"places model\.norm\.weight in '\.\./escape\.safetensors'; a shard must be a safetensors file beside",
     ),
     "index is absolute": (lambda s: _place(s, "model.norm.weight", "/etc/passwd"), "'/etc/passwd'; a shard must be"),
     "index has NUL": (lambda s: _place(s, "model.norm.weight", "a\0.safetensors"), r"'a\\x00.safetensors'; a shard"),

@@ -90,9 +90,8 @@ def slow_mask(r: list[list[float]], config: ResidualConfig) -> list[list[bool]]:
 def residuals(draw: st.DrawFn) -> Tensor:
     """[rows, 16 n] of few distinct magnitudes, so that many scores tie, in blocks of various sizes."""
     rows, blocks = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    levels = draw(
-        st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5, 0.1, -0.1, 1.5, 3e-20, 1e-30, 2e-30, 1e20, 3e20]), min_size=1, max_size=4)
-    )
+    some = [0.0, 0.25, -0.25, 0.5, 0.1, -0.1, 1.5, 3e-20, 1e-30, 2e-30, 1e20, 3e20]
+    levels = draw(st.lists(st.sampled_from(some), min_size=1, max_size=4))
     index = draw(st.lists(st.integers(0, len(levels) - 1), min_size=rows * blocks * 16, max_size=rows * blocks * 16))
     return torch.tensor([levels[i] for i in index]).view(rows, blocks * 16)
 
