@@ -311,13 +311,14 @@ def verify(
     source: Annotated[Path, typer.Argument(help="BF16 checkpoint that was quantized.")],
     destination: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
     recipe: Annotated[Recipe | None, typer.Option(help="Arithmetic; default: what the checkpoint records.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Check, bit for bit, that an NVFP4 checkpoint is what its source quantizes to. Exit code 1 if not."""
     from quads_qat.verify import verify_checkpoint
 
     _quiet_transformers()
-    report = verify_checkpoint(source, destination, recipe=recipe)
+    report = verify_checkpoint(source, destination, recipe=recipe, trust_remote_code=trust_remote_code)
     _print_json(report.to_dict()) if as_json else out.print(str(report), soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)

@@ -198,6 +198,7 @@ def load_rollout(
     weights_only: bool = False,
     dtype: torch.dtype | None = None,
     contract: Contract | str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """A rollout model from an NVFP4 checkpoint: packed weights as they are on disk, never requantized.
 
@@ -214,6 +215,7 @@ def load_rollout(
         dtype: of what is not quantized; None: the config's.
         contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe and
             scale groups, and, where it names a rollout policy, that one (an explicit argument above stands for it).
+        trust_remote_code: run the model code that the checkpoint brings, where transformers has none.
 
     Returns:
         The model of config.json's architecture, in eval mode, on the CPU.
@@ -230,7 +232,7 @@ def load_rollout(
     activation, residual = rollout_policy(checkpoint, residual, activation_scale, activation_recipe, contract)
     if weights_only:
         activation = residual = None
-    model = skeleton(path, checkpoint.reader.names(), dtype)
+    model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
@@ -290,19 +292,23 @@ def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> No
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype | None = None, *, contract: Contract | str | Path | None = None
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    contract: Contract | str | Path | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """A plain model with the dequantized weights of an NVFP4 checkpoint of either dialect, for any transformers code.
 
     ``dtype`` None: the config's. With Recipe.ALIGNED, bf16 holds every weight exactly. In eval mode; parameters take
     gradients, so the model can be converted and trained on. Weights that had rounded to -0.0 are +0.0 after another
-    conversion, as the recipes have it: the same values, another sign of zero. ``contract`` as for
-    :func:`load_rollout`.
+    conversion, as the recipes have it: the same values, another sign of zero. ``contract`` and
+    ``trust_remote_code`` as for :func:`load_rollout`.
     """
     checkpoint = Checkpoint.open(path)
     if contract is not None:
         require_contract(checkpoint, contract)
-    model = skeleton(path, checkpoint.reader.names(), dtype)
+    model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     _, plan = checkpoint.plan(model)
     for parameter, disks in by_parameter(plan).items():
         meta = model.get_parameter(parameter)

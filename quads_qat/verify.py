@@ -185,7 +185,9 @@ def _find_unknown(report: Report, checkpoint: Checkpoint, plan: Plan, known: set
             report.differences[name] = how
 
 
-def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | str | None = None) -> Report:
+def verify_checkpoint(
+    source: str | Path, path: str | Path, *, recipe: Recipe | str | None = None, trust_remote_code: bool = False
+) -> Report:
     """Compare an NVFP4 checkpoint with its BF16 source: every weight is fake-quantized anew and compared in its bits.
 
     Args:
@@ -193,6 +195,7 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         path: the NVFP4 checkpoint.
         recipe: for a checkpoint that others wrote; None: Model-Optimizer's arithmetic on a GPU, or llm-compressor's.
             Our own say it themselves.
+        trust_remote_code: run the model code that the source brings, where transformers has none.
 
     Returns:
         All differences; :meth:`Report.raise_if_different` makes an error of them.
@@ -204,7 +207,7 @@ def verify_checkpoint(source: str | Path, path: str | Path, *, recipe: Recipe | 
         _require_recipe(checkpoint, Recipe(recipe))
         checkpoint.recipe = Recipe(recipe)
     reader = checkpoint_io.Reader(source)
-    model = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe)[0]
+    model, _, _ = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe, trust_remote_code=trust_remote_code)
     plan = with_stacks_of(reader, checkpoint.plan(model)[1])
     report = Report()
     for group in scale_groups_on_disk(plan):

@@ -348,6 +348,7 @@ class _Sync:
         self.report.missing, self.report.unexpected = self.ledger.missing(), self.ledger.unexpected
         if strict:
             _require_complete(self.report.missing, self.report.unexpected, "the sync")
+            self._require_all_input_scales()
         for name, amaxes in self.input_amaxes.items():
             weight = self.conversion.weights[name]
             module = module_of(self.root, weight)
@@ -357,6 +358,19 @@ class _Sync:
                 raise ValueError(f"update_weights: activation scales of {name} came in part; send all or none of them")
             module.set_calibrated(weight.parameter, "input_amax", torch.stack(amaxes).amax())
         return self.report
+
+    def _require_all_input_scales(self) -> None:
+        """Activation scales come for every weight that uses one, or for none."""
+        if not self.input_amaxes:
+            return
+        weights = self.conversion.weights.values()
+        using = [w.name for w in weights if module_of(self.root, w).uses_input_amax(w.parameter)]
+        lacking = [name for name in using if name not in self.input_amaxes]
+        if lacking and len(lacking) < len(using):
+            raise ValueError(
+                f"update_weights: activation scales came for some weights, but not for {lacking[0]} and "
+                f"{len(lacking) - 1} more; send all or none of them"
+            )
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:

@@ -358,6 +358,13 @@ def test_code_of_the_checkpoint_runs_only_when_it_is_trusted(monkeypatch: pytest
         tmp_path / "plain" / "model.safetensors"
     ).read_bytes()
     assert (tmp_path / "out" / "modeling_own.py").exists()
+    for load in (qq.load_model, qq.load_rollout):
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path / "out")
+        assert type(load(tmp_path / "out", trust_remote_code=True)).__name__ == "OwnForCausalLM"
+    with pytest.raises(ValueError, match=match):
+        qq.verify_checkpoint(source, tmp_path / "out")
+    assert qq.verify_checkpoint(source, tmp_path / "out", trust_remote_code=True).ok
 
     elsewhere = own | {"auto_map": {"AutoModelForCausalLM": "someone/model--modeling_own.OwnForCausalLM"}}
     (source / "config.json").write_text(json.dumps(config(SOURCE) | elsewhere), "utf-8")
