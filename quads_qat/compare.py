@@ -131,8 +131,9 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """What an NVFP4 checkpoint holds, from its files alone.
 
     Returns:
-        ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, and ``problems``: scales
-        that are missing, zero or NaN, activation scales missing in part, fused weights whose scales differ.
+        ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, what the ``contract`` says
+        (scope, and what rollouts do with activations; [] without one), and ``problems``: scales that are missing, zero
+        or NaN, activation scales missing in part, fused weights whose scales differ.
     """
     checkpoint = Checkpoint.open(path)
     problems = announcement_problems(checkpoint)
@@ -170,8 +171,20 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "quantized_elements": elements,
         "other_tensors": len(set(checkpoint.reader.names()) - quantized_tensors(checkpoint)),
         "bytes": checkpoint.reader.nbytes(),
+        "contract": _contract_lines(checkpoint),
         "problems": problems,
     }
+
+
+def _contract_lines(checkpoint: Checkpoint) -> list[str]:
+    contract = checkpoint.contract
+    if contract is None:
+        return []
+    rollout, lines = contract.rollout, [f"scope: {contract.scope}"]
+    if rollout is None:
+        return [*lines, "rollouts: not recorded"]
+    scale, residual = rollout.activation.scale, rollout.residual
+    return [*lines, f"rollouts: activation scale {scale}, residual {residual.fraction:.0%} in scope {residual.scope}"]
 
 
 def quantized_tensors(checkpoint: Checkpoint) -> set[str]:

@@ -439,6 +439,7 @@ def test_inspection_finds_what_engines_would_mangle(checkpoint: Any, tmp_path: P
     assert found["problems"] == []
     assert (found["dialect"], found["recipe"], found["weights"]) == ("modelopt", "aligned", "W4A4")
     assert found["quantized_weights"] == 32
+    assert found["contract"] == ["scope: all", "rollouts: not recorded"]
     up = "model.layers.0.mlp.experts.1.up_proj"
     change: dict[str, Tensor | None] = {
         f"{up}.weight_scale_2": tensors(path)[f"{up}.weight_scale_2"] * 2,
@@ -473,3 +474,11 @@ def test_the_recipe_travels_in_the_config(checkpoint: Any) -> None:
         "activations": "observed",
         "rollout": None,
     }
+
+
+def test_inspection_shows_what_rollouts_are_to_do(checkpoint: Any, tmp_path: Path) -> None:
+    model = qq.convert(qq.load_model(checkpoint("modelopt")), "w4a16")
+    residual = qq.ResidualConfig(fraction=0.25, scope="block")
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", residual=residual)
+    shown = inspect_checkpoint(tmp_path / "out")["contract"]
+    assert shown == ["scope: all", "rollouts: activation scale per_token, residual 25% in scope block"]
