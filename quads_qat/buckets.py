@@ -13,7 +13,9 @@ Entry = tuple[str, torch.dtype, tuple[int, ...], int]
 _ALIGNMENT = 16
 
 
-def bucketed(stream: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[list[Entry], Tensor]]:
+def bucketed(
+    stream: Iterable[tuple[str, Tensor]], bucket_bytes: int = 256 << 20
+) -> Iterator[tuple[list[Entry], Tensor]]:
     """Pack a weight stream into flat uint8 buckets for one broadcast each; :func:`unbucketed` undoes it.
 
     Tensors are copied as they come, so no more than one bucket is in memory beside the stream's own; delete yours

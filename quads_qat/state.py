@@ -71,6 +71,7 @@ def calibrate(rollout: nn.Module, batches: Iterable[Any]) -> None:
             memory, since static scales must be known before residuals are.
 
     Raises:
+        TypeError: one batch in place of several, or text.
         ValueError: not a rollout, nothing static, no batches, or weights whose inputs no batch reached. The rollout is
             unchanged then.
 
@@ -83,7 +84,15 @@ def calibrate(rollout: nn.Module, batches: Iterable[Any]) -> None:
     activation, residual = conversion.activation, conversion.residual
     scales = activation is not None and activation.scale is ActivationScale.STATIC
     masks = residual is not None and residual.scope is ResidualScope.STATIC and residual.fraction > 0
+    if isinstance(batches, Tensor | Mapping | str):
+        raise TypeError(
+            f"calibrate: batches must be a list of batches, got one {type(batches).__name__}; pass [batch]"
+        )
     batches = list(batches)
+    if texts := [batch for batch in batches if isinstance(batch, str)]:
+        raise TypeError(
+            f"calibrate: a batch must be what the model takes, got the text {texts[0]!r}; tokenize it first"
+        )
     if not scales and not masks:
         raise ValueError(
             "calibrate: nothing in this rollout is static; choose residual=ResidualConfig(scope='static') or "

@@ -320,6 +320,15 @@ def test_batches_are_keywords_positions_or_one_argument():
     assert torch.equal(masks[0], masks[2])
 
 
+def test_one_batch_or_text_is_no_list_of_batches():
+    with pytest.raises(
+        TypeError, match=r"batches must be a list of batches, got one Tensor; pass \[batch\]"
+    ):
+        qq.calibrate(one_linear(), normal(5, 64))
+    with pytest.raises(TypeError, match="got text, 'hello'; tokenize it first"):
+        qq.calibrate(one_linear(), ["hello"])
+
+
 def test_what_cannot_be_calibrated():
     for model, batches, message in (
         (qq.convert(linears("fc"), "w4a16"), [1], "this model is a trainer; pass a rollout model"),
