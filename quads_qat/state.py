@@ -85,9 +85,7 @@ def calibrate(rollout: nn.Module, batches: Iterable[Any]) -> None:
     scales = activation is not None and activation.scale is ActivationScale.STATIC
     masks = residual is not None and residual.scope is ResidualScope.STATIC and residual.fraction > 0
     if isinstance(batches, Tensor | Mapping | str):
-        raise TypeError(
-            f"calibrate: batches must be a list of batches, got one {type(batches).__name__}; pass [batch]"
-        )
+        raise TypeError(f"calibrate: batches must be a list of batches, got one {type(batches).__name__}; pass [batch]")
     batches = list(batches)
     if texts := [batch for batch in batches if isinstance(batch, str)]:
         raise TypeError(

@@ -321,11 +321,9 @@ def test_batches_are_keywords_positions_or_one_argument():
 
 
 def test_one_batch_or_text_is_no_list_of_batches():
-    with pytest.raises(
-        TypeError, match=r"batches must be a list of batches, got one Tensor; pass \[batch\]"
-    ):
+    with pytest.raises(TypeError, match=r"batches must be a list of batches, got one Tensor; pass \[batch\]"):
         qq.calibrate(one_linear(), normal(5, 64))
-    with pytest.raises(TypeError, match="got text, 'hello'; tokenize it first"):
+    with pytest.raises(TypeError, match="got the text 'hello'; tokenize it first"):
         qq.calibrate(one_linear(), ["hello"])
 
 
