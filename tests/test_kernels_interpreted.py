@@ -53,6 +53,12 @@ def test_the_reference_s_properties_hold_for_the_kernels_in_the_interpreter():
     assert_passes(["test_reference_properties"], KERNELS | INTERPRETER, 21)
 
 
+@needs_triton
+def test_every_code_under_every_scale_byte_in_the_interpreter():
+    """Of the sweeps, those over weights and amaxes take the interpreter many minutes: they are left to a GPU."""
+    assert_passes(["test_reference_exhaustive"], KERNELS | INTERPRETER, 21, "-k", "every_code_under_every_scale_byte")
+
+
 @pytest.mark.gpu
 def test_the_reference_s_properties_and_sweeps_hold_for_the_kernels_on_a_gpu():
     assert_passes(["test_reference_properties", "test_reference_exhaustive"], KERNELS, 92)

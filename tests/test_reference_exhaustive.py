@@ -146,12 +146,13 @@ def test_every_tensor_amax_of_the_peers(recipe: Recipe, every: torch.Tensor):
 @pytest.mark.parametrize("recipe", Recipe)
 def test_every_code_under_every_scale_byte(recipe: Recipe, dtype: torch.dtype):
     """Decoding is defined for all 256 scale bytes, the negative ones and NaN included."""
+    aligned = recipe is Recipe.ALIGNED  # which takes powers of two only
     codes = torch.arange(16, dtype=torch.uint8)
     qdata = (codes[::2] | codes[1::2] << 4).expand(256, 8)
     scales = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(256, 1).view(torch.float8_e4m3fn)
     modelopt = recipe.value.startswith("modelopt")
     grid = np.float32([*E2M1, 0.0 if modelopt else -0.0, *-E2M1[1:]])
-    for p in (2.0**-116, 2.0**-9, 1.0, 0.0123, 1 / 3, 2.0**117):
+    for p in (2.0**-116, 2.0**-9, 1.0, 2.0**117) if aligned else (2.0**-116, 2.0**-9, 1.0, 0.0123, 1 / 3, 2.0**117):
         p = torch.tensor(p)
         stored = {Recipe.LLM_COMPRESSOR: 1 / p, Recipe.TRANSFORMER_ENGINE: p * 2688}.get(recipe, p)
         with np.errstate(all="ignore"):

@@ -24,7 +24,7 @@ def _signed(code, decode, KEEPS_NEGATIVE_ZERO: tl.constexpr):
         return num.from_bits((code * 0x10400000) & -2118123520) * 8.507059173023462e37 * decode
     magnitude = code & 7
     value = num.e2m1_magnitude(magnitude) * decode
-    return num.from_bits(num.bits(value) | tl.where((code > 7) & (magnitude > 0), -2147483648, 0))
+    return num.from_bits(num.bits(value) ^ tl.where((code > 7) & (magnitude > 0), -2147483648, 0))
 
 
 @triton.jit

@@ -76,8 +76,10 @@ def e4m3_byte(s):
 
 @triton.jit
 def e4m3_value(byte):
-    """The fp32 value of E4M3 bytes 0x00..0x7f (int32); 0x7f becomes NaN."""
-    return tl.where(byte == 0x7F, float("nan"), from_bits(byte << 20) * 1.329227995784916e36)
+    """The fp32 value of E4M3 bytes 0x00..0xff (int32); 0x7f and 0xff become NaN."""
+    magnitude = byte & 0x7F
+    value = from_bits(magnitude << 20 | (byte & 0x80) << 24) * 1.329227995784916e36  # 2**120
+    return tl.where(magnitude == 0x7F, float("nan"), value)
 
 
 @triton.jit
