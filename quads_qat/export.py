@@ -24,6 +24,7 @@ from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe,
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.experts import layout_of
+from quads_qat.required_tensors import require_tensors
 from quads_qat.sharding import is_sharded
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
@@ -124,11 +125,12 @@ def plan_checkpoint(
     """The plan of a BF16 checkpoint directory, from its config.json and the headers of its shards alone.
 
     Raises:
-        ValueError: a weight is missing, or is not what config.json says of it.
+        ValueError: a tensor is missing, or is not what config.json says of it.
     """
     model = skeleton(reader.path, reader.names(), trust_remote_code=trust_remote_code)
     conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude)
-    plan = with_stacks_of(reader, export_plan(model, conversion, dialect))
+    usual = export_plan(model, conversion, dialect)
+    plan = with_stacks_of(reader, usual)
     missing = [d.source for d in plan.weights if d.source not in reader]
     if missing:
         raise ValueError(
@@ -136,6 +138,7 @@ def plan_checkpoint(
         )
     for disk in plan.weights:
         _require_expected(reader, model, disk)
+    require_tensors(reader, model, {disk.source for disk in (*usual.weights, *plan.weights)})
     return model, conversion, plan
 
 

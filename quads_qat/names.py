@@ -238,6 +238,40 @@ def disk_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return converted
 
 
+def disk_layouts(model: nn.Module) -> dict[str, Tensor]:
+    """Name on disk -> an empty tensor on meta with its dtype and shape: everything that ``save_pretrained`` writes.
+
+    Example:
+        >>> disk_layouts(nn.LayerNorm(4))["bias"].shape
+        torch.Size([4])
+    """
+    state = model.state_dict()
+    return _revert(model, {name: torch.empty_like(state[name], device="meta") for name in state_dict_names(model)})
+
+
+def names_in_memory(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:
+    """Name on disk -> the parameter or buffer that transformers loads it into, legacy names and prefixes included.
+
+    A name that belongs to nothing is mapped to one that is not in the model.
+    """
+    if not _converts(model):
+        return {name: name for name in on_disk}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules: list[Any] = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    found = {}
+    for name in on_disk:
+        new, _ = rename_source_key(name, renamings, converters, prefix, state)
+        if new not in state and name in state:
+            new, _ = rename_source_key(name, [], [], prefix, state)
+        found[name] = new
+    return found
+
+
 def state_dict_names(model: nn.Module) -> list[str]:
     """Names in memory that belong on disk.
 

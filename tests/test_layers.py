@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
             *("dialects", "engine_limits", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
+            "required_tensors",
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),
