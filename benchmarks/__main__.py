@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks import (  # noqa: F401  each module registers its benchmarks when it is imported
     activation,
     export_cpu,
+    gap,
     matmul,
     quantize,
     quantize_cpu,
@@ -21,10 +22,14 @@ from benchmarks import (  # noqa: F401  each module registers its benchmarks whe
     weight_sync,
 )
 from benchmarks.registry import BENCHMARKS, Benchmark
+from benchmarks.rl import figures, table
+from benchmarks.rl import run as _rl  # noqa: F401
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measurements against other implementations.")
 run = typer.Typer(no_args_is_help=True, help="Run a benchmark and print its table.")
+report = typer.Typer(no_args_is_help=True, help="Tables and figures of runs that were logged.")
 app.add_typer(run, name="run")
+app.add_typer(report, name="report")
 
 OUT = inspect.Parameter(
     "out",
@@ -57,6 +62,18 @@ def list_benchmarks() -> None:
     """Name all benchmarks."""
     for name, function in BENCHMARKS.items():
         Console().print(f"[bold]{name}[/bold]  {(inspect.getdoc(function) or '').splitlines()[0]}")
+
+
+HERE = Path(__file__).parent
+
+
+@report.command("rl")
+def report_rl(results: Path = HERE / "results", out: Path = HERE.parent / "docs" / "figures") -> None:
+    """Print the tables of the logs in RESULTS/rl, and draw the figures of README's results."""
+    for log in sorted((results / "rl").glob("*.jsonl")):
+        print(table.of_log(log).as_markdown())
+    for path in figures.draw_all(results, HERE / "RESULTS.md", out):
+        print(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""The figures of README's results: the gap by arm over the steps of RL, the gap by k, the speed of the kernels."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.residual_report import key
+from benchmarks.rl.table import WINDOW, Runs, read_log, runs_of, values
+
+LABELS = {
+    "bf16": "BF16 / BF16",
+    "naive": "BF16 / naive W4A4",
+    "w4a4-naive": "W4A4 QAT / naive W4A4",
+    "w4a16-naive": "W4A16 QAT / naive W4A4",
+    "quads": "QUADS: W4A16 QAT / residual 50 %",
+}
+COLOURS = {"bf16": "0.45", "naive": "C3", "w4a4-naive": "C1", "w4a16-naive": "C4", "quads": "C0"}
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "quads"})
+    return plt
+
+
+def _save(plt: Any, figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)  # the same bytes every time
+    plt.close(figure)
+    return path
+
+
+def smooth(numbers: list[float]) -> list[float]:
+    """Means over the last WINDOW steps."""
+    return [fmean(numbers[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(numbers))]
+
+
+def gap_by_arm(runs: Runs, path: Path) -> Path:
+    """Mean gap, max gap and accuracy over the steps: the mean of the seeds, and from the least to the most of them."""
+    plt = _pyplot()
+    panels = {
+        "gap_mean": "mean gap of sampled tokens",
+        "gap_max": "max gap of a step",
+        "rollout_accuracy": "held-out accuracy of the rollout, greedy",
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), layout="constrained")
+    for axis, (name, title) in zip(axes, panels.items(), strict=True):
+        for arm, label in LABELS.items():
+            if arm in runs:
+                _line(axis, runs[arm], name, label, COLOURS[arm])
+        if name != "rollout_accuracy":
+            axis.set_yscale("log")
+        axis.set_title(title)
+        axis.set_xlabel("step")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    return _save(plt, figure, path)
+
+
+def _line(axis: Any, seeds: dict[int, list[dict[str, Any]]], name: str, label: str, colour: str) -> None:
+    lines = [values(records, name) for records in seeds.values()]
+    shown = min(map(len, lines))
+    if not shown:
+        return
+    lines = [smooth(line)[:shown] if name.startswith("gap") else line[:shown] for line in lines]
+    steps = [r["step"] for r in next(iter(seeds.values())) if name in r][:shown]
+    columns = list(zip(*lines, strict=True))
+    axis.plot(steps, [fmean(c) for c in columns], label=label, color=colour, lw=1.4)
+    axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, lw=0)
+
+
+def gap_by_k(runs: Runs, quality: Path | None, path: Path) -> Path:
+    """The gap by the share of channels: over a whole RL run, and on SmolLM2-135M without training if it was measured."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 2 if quality else 1, figsize=(9 if quality else 5, 3.4), layout="constrained")
+    axes = list(axes) if quality else [axes]
+    for scope, names in _by_fraction(runs).items():
+        points = [
+            (k, fmean(fmean(values(r, "gap_mean")) for r in runs[arm].values())) for k, arm in names if arm in runs
+        ]
+        axes[0].plot(*zip(*points, strict=True), marker="o", ms=4, label=scope)
+    if "bf16" in runs:
+        floor = fmean(fmean(values(r, "gap_mean")) for r in runs["bf16"].values())
+        axes[0].axhline(floor, color="0.45", lw=1, ls="--", label="BF16 / BF16")
+    axes[0].set_title("RL on a 7 M parameter MoE: mean gap over all steps")
+    if quality:
+        records = [json.loads(line) for line in quality.read_text().splitlines()[1:]]
+        shared = [r for r in records if r["fraction"] in (0.0, 1.0)]
+        for scope in ("token", "batch"):
+            own = [r for r in records if key(r) in (f"{scope}, channels", f"{scope}, channels l2")]
+            line = sorted([*own, *shared], key=lambda r: r["fraction"])
+            axes[1].plot(
+                [100 * r["fraction"] for r in line], [r["kl_exact"] for r in line], marker="o", ms=4, label=scope
+            )
+        axes[1].set_title("SmolLM2-135M: KL(rollout, same weights)")
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_xlabel("channels compensated, %")
+        axis.legend(frameon=False, fontsize=8)
+    return _save(plt, figure, path)
+
+
+def _by_fraction(runs: Runs) -> dict[str, list[tuple[float, str]]]:
+    """Scope -> (percent, arm): naive at 0, everything at 100."""
+    found = {}
+    for scope, half, prefix in (("token", "quads", "quads-"), ("batch", "quads-batch", "quads-batch-")):
+        inner = [(50.0, half), *((k, f"{prefix}{k:g}%") for k in (12.5, 25.0, 75.0))]
+        line = sorted([(0.0, "w4a16-naive"), *inner, (100.0, "quads-100%")])
+        if sum(arm in runs for _, arm in line) > 2:
+            found[scope] = line
+    return found
+
+
+def kernel_speed(results: Path, path: Path) -> Path:
+    """Speed-up of packed GEMMs over cuBLAS by rows, and element-wise kernels against others, from RESULTS.md."""
+    plt = _pyplot()
+    text = results.read_text()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", width_ratios=(3, 2))
+    products = table_under(text, "## GEMMs of packed NVFP4 weights")
+    for product, label in (
+        ("W4A16 [8192, 8192]", "W4A16 [8192, 8192]"),
+        ("W4A4 [8192, 8192]", "W4A4"),
+        ("compensated, token [8192, 8192]", "W4A4 + residual 50 % per token"),
+        ("W4A16 experts [128, 1536, 2048]", "W4A16, 128 experts [1536, 2048]"),
+    ):
+        points = [
+            (int(m.group(1)), float(row["speed-up"]))
+            for row in products
+            if (m := re.fullmatch(re.escape(product) + r" (?:M|tokens)=(\d+)", row["product"]))
+        ]
+        left.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
+    left.axhline(1.0, color="0.45", lw=1, ls="--")
+    left.set_xscale("log", base=2)
+    left.set_title("speed-up over cuBLAS BF16 by rows (one H200)")
+    left.set_xlabel("rows (of experts: tokens, 8 experts each)")
+    left.legend(frameon=False, fontsize=8)
+    shape = " [16384, 8192]"
+    rows = {row["kernel"].removesuffix(shape): row for row in table_under(text, "## NVFP4 kernels, bf16")}
+    shown = {
+        "fake_quantize, amax given": "fake quantize, ours",
+        "nvidia-modelopt fp4_fake_quant_block": "Model-Optimizer",
+        "quantize, amax given": "quantize, ours",
+        "torchao nvfp4_quantize, compiled": "torchao, compiled",
+        "dequantize": "dequantize, ours",
+        "nvidia-modelopt NVFP4QTensor.dequantize": "Model-Optimizer ",
+    }
+    bars = {label: float(rows[name]["of a copy"]) for name, label in shown.items()}
+    right.barh(list(bars), list(bars.values()), color=["C0" if "ours" in label else "0.7" for label in bars])
+    right.axvline(1.0, color="0.45", lw=1, ls="--")
+    right.invert_yaxis()
+    right.set_title("bandwidth as a share of a copy's, [16384, 8192]")
+    return _save(plt, figure, path)
+
+
+def table_under(markdown: str, heading: str) -> list[dict[str, str]]:
+    """The rows of the first table below a heading that begins with ``heading``.
+
+    Raises:
+        ValueError: there is no such heading or table.
+    """
+    _, found, rest = markdown.partition(f"\n{heading}")
+    lines = [line for line in rest.split("\n## ")[0].splitlines() if line.startswith("|")]
+    if not found or len(lines) < 3:
+        raise ValueError(f"figures: no table under {heading!r}; run the benchmark and paste its table there")
+    names, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    first = []
+    for row in rows:
+        if len(row) != len(names):
+            break
+        first.append(dict(zip(names, row, strict=True)))
+    return first
+
+
+def draw_all(results: Path, markdown: Path, out: Path) -> list[Path]:
+    """Every figure whose data is there."""
+    logs = [results / "rl" / f"{name}.jsonl" for name in ("main", "ablations")]
+    runs = runs_of(record for log in logs if log.exists() for record in read_log(log)[1])
+    quality = results / "residual-quality.jsonl"
+    return [
+        gap_by_arm(runs, out / "rl-gap.svg"),
+        gap_by_k(runs, quality if quality.exists() else None, out / "gap-by-k.svg"),
+        kernel_speed(markdown, out / "kernel-speed.svg"),
+    ]

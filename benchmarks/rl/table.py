@@ -1,0 +1,177 @@
+"""Logs of ``run rl`` as one table: what became of each arm, beside what the paper says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.registry import Report
+
+PACKAGES = ("torch", "triton", "transformers", "quads_qat")
+WINDOW = 10
+"""Steps that one figure of the table is a mean of."""
+PAPER = {
+    "bf16": "0.74; 73.2",
+    "naive": "about 1.3, collapses; 51.4",
+    "w4a16-naive": "71.1",
+    "w4a4-naive": "wider than W4A16",
+    "quads": "0.86; 72.9",
+}
+"""arXiv 2607.15810 with a 25B MoE: max gap; average pass@1 in %."""
+Record = dict[str, Any]
+Runs = dict[str, dict[int, list[Record]]]
+"""Arm -> seed -> its records by step."""
+
+
+def read_log(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """(settings, records) of a log; a last line that was cut off is left out."""
+    header, *lines = path.read_text().splitlines()
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return json.loads(header), records
+
+
+def runs_of(records: Iterable[Record]) -> Runs:
+    """Records by arm and seed, in the order in which arms came."""
+    runs: Runs = {}
+    for record in records:
+        runs.setdefault(record["arm"], {}).setdefault(record["seed"], []).append(record)
+    return {
+        arm: {s: sorted(r, key=lambda x: x["step"]) for s, r in sorted(seeds.items())} for arm, seeds in runs.items()
+    }
+
+
+def values(records: list[Record], name: str) -> list[float]:
+    """One number of the steps that have it."""
+    return [record[name] for record in records if name in record]
+
+
+def ends(numbers: list[float]) -> tuple[float, float, float]:
+    """Means over the first, the middle and the last WINDOW steps."""
+    middle = max(0, (len(numbers) - WINDOW) // 2)
+    return fmean(numbers[:WINDOW]), fmean(numbers[middle : middle + WINDOW]), fmean(numbers[-WINDOW:])
+
+
+def collapse(records: list[Record]) -> int | None:
+    """The first step whose reward, a mean over WINDOW steps, is below half of the best before; or that broke."""
+    reward, best = values(records, "reward"), 0.0
+    for end in range(WINDOW, len(reward) + 1):
+        mean = fmean(reward[end - WINDOW : end])
+        if mean < best / 2:
+            return end - 1
+        best = max(best, mean)
+    return next((record["step"] for record in records if "error" in record), None)
+
+
+def summary(seeds: dict[int, list[Record]]) -> dict[str, Any]:
+    """What became of one arm: means over its seeds, and the spread of the final accuracy."""
+    stepped = [r for r in seeds.values() if values(r, "reward")]
+    collapsed = [collapse(r) for r in seeds.values()]
+    found: dict[str, Any] = {"seeds": len(seeds), "collapsed": [step for step in collapsed if step is not None]}
+    if not stepped:
+        return found
+    for name in ("reward", "gap_mean", "gap_max", "gap_k3", "grad_norm", "entropy"):
+        found[name] = [fmean(column) for column in zip(*(ends(values(r, name)) for r in stepped), strict=True)]
+    for name in ("rollout_accuracy", "trainer_accuracy"):
+        last = [values(r, name)[-1] for r in stepped if values(r, name)]
+        found[name] = fmean(last)
+        found[f"{name}_spread"] = max(last) - min(last)
+    for name in ("sample_s", "train_s", "sync_s"):
+        found[name] = fmean(fmean(values(r, name)[2:] or values(r, name)) for r in stepped)  # without warming up
+    return found
+
+
+@dataclass
+class RLReport(Report):
+    """One row for each arm."""
+
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return self.settings.get("versions") or super().versions
+
+    @property
+    def machine(self) -> str:
+        if "machine" in self.settings:
+            return self.settings["machine"]
+        on_gpu = self.settings.get("device") == "cuda" and torch.cuda.is_available()
+        return torch.cuda.get_device_name() if on_gpu else super().machine
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        columns = ("reward", "accuracy", "of the trainer", "gap mean", "gap max", "k3", "collapse", "ms a step")
+        return ("arm", *columns, "paper")
+
+    @property
+    def legend(self) -> str:
+        return (
+            f"reward, gaps and k3: means over {WINDOW} steps and all seeds at the start, in the middle and at the end; "
+            "accuracy: of the rollout and the trainer on held-out questions, greedy, after the last step, in % (largest "
+            "minus smallest of the seeds); gap: abs(log pi_rollout - log pi_trainer) of sampled tokens; collapse: step "
+            "at which the reward has halved, of each seed that did; ms: sampling + training + sync; paper: max gap; "
+            "average pass@1"
+        )
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return [_row(arm, summary(seeds)) for arm, seeds in runs_of(self.records).items()]
+
+    def as_markdown(self) -> str:
+        return super().as_markdown().replace(f", {date.today()}\n", f", {self.settings.get('date', date.today())}\n", 1)
+
+    def as_json(self) -> str:
+        of_arms = {arm: summary(seeds) for arm, seeds in runs_of(self.records).items()}
+        measured = {"title": self.title, "settings": self.settings, "machine": self.machine, "versions": self.versions}
+        return json.dumps(measured | {"arms": of_arms}, indent=2) + "\n"
+
+
+def _row(arm: str, s: dict[str, Any]) -> tuple[str, ...]:
+    collapsed = ", ".join(map(str, s["collapsed"])) or "none"
+    paper = PAPER.get(arm, "")
+    if "reward" not in s:
+        return (arm, *["-"] * 6, collapsed, "-", paper)
+    accuracies = [
+        f"{100 * s[f'{side}_accuracy']:.1f} ({100 * s[f'{side}_accuracy_spread']:.1f})"
+        for side in ("rollout", "trainer")
+    ]
+    seconds = " + ".join(f"{1e3 * s[name]:.0f}" for name in ("sample_s", "train_s", "sync_s"))
+    return (
+        arm,
+        _three(s["reward"], 2),
+        *accuracies,
+        _three(s["gap_mean"], 4),
+        _three(s["gap_max"], 2),
+        _three(s["gap_k3"], 4),
+        collapsed,
+        seconds,
+        paper,
+    )
+
+
+def _three(numbers: list[float], digits: int) -> str:
+    return " / ".join(f"{x:.{digits}f}" for x in numbers)
+
+
+def of_log(path: Path) -> RLReport:
+    """The table of a log, with the machine and the versions that it was made with."""
+    settings, records = read_log(path)
+    report = RLReport(title_of(settings), settings["prompts"] * settings["samples"], "samples", PACKAGES, settings)
+    report.records = records
+    return report
+
+
+def title_of(settings: dict[str, Any]) -> str:
+    """Of a run with these settings."""
+    batch = f"{settings['steps']} steps of {settings['prompts']} x {settings['samples']} samples"
+    return f"GRPO on arithmetic ({settings['study']}): {settings['model']}, {batch}, {settings['seeds']} seeds"
