@@ -382,10 +382,7 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
     """
     state = model.state_dict()
     parameters = dict(model.named_parameters())
-    split: dict[str, Tensor] = {}
-    for bias in plan.biases:
-        value = split.setdefault(bias.parameter, torch.empty_like(state[bias.parameter], device="cpu"))
-        _fill(bias.of_source(value), reader.get(bias.name), f"{reader.path}: {bias.name}")
+    split = joined_biases(model, reader, plan)
     yield from split.items()
     found_otherwise = {*split, *(disk.weight.name for disk in plan.weights)}
     rest = [n for n in names.state_dict_names(model) if n not in found_otherwise]
@@ -407,6 +404,15 @@ def rest_from_disk(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -
     for elements in names.disk_elements(model, by_element):
         elements.scatter(reader.get(elements.name), values)
     yield from values.items()
+
+
+def joined_biases(model: nn.Module, reader: checkpoint_io.Reader, plan: Plan) -> dict[str, Tensor]:
+    """Name in memory -> the bias [E, N] of a stack whose experts are apart on disk, and their biases with them."""
+    joined: dict[str, Tensor] = {}
+    for bias in plan.biases:
+        value = joined.setdefault(bias.parameter, torch.empty_like(model.get_parameter(bias.parameter), device="cpu"))
+        _fill(bias.of_source(value), reader.get(bias.name), f"{reader.path}: {bias.name}")
+    return joined
 
 
 def _fill(place: Tensor, tensor: Tensor, name: str) -> None:

@@ -241,12 +241,15 @@ def disk_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 def disk_layouts(model: nn.Module) -> dict[str, Tensor]:
     """Name on disk -> an empty tensor on meta with its dtype and shape: everything that ``save_pretrained`` writes.
 
+    A model whose tied weights are not tied yet, as in the midst of ``from_pretrained``, will do.
+
     Example:
         >>> disk_layouts(nn.LayerNorm(4))["bias"].shape
         torch.Size([4])
     """
-    state = model.state_dict()
-    return _revert(model, {name: torch.empty_like(state[name], device="meta") for name in state_dict_names(model)})
+    state, tied = model.state_dict(), getattr(model, "all_tied_weights_keys", None) or ()
+    saved = [name for name in state_dict_names(model) if name not in tied]
+    return _revert(model, {name: torch.empty_like(state[name], device="meta") for name in saved})
 
 
 def names_in_memory(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:

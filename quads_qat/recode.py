@@ -21,6 +21,7 @@ from quads_qat.contract import KEY
 from quads_qat.export import ignored_modules, require_space
 from quads_qat.load import Checkpoint, by_parameter, read_parameter, read_part
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.required_tensors import require_tensors
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import CACHE_SCALES, by_layer
 
@@ -68,7 +69,7 @@ def dequantize_checkpoint(
     model = skeleton(source, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     dtype = dtype or next(model.get_parameter(name).dtype for name in conversion.weights)
-    recoded = _Recoded(checkpoint, plan)
+    recoded = _Recoded(checkpoint, model, plan)
     makers: dict[str, Maker] = {}
     for name, parts in recoded.by_source().items():
         makers[name] = _yields(name, lambda name=name, parts=parts: _decoded(checkpoint, model, parts, dtype))
@@ -125,7 +126,7 @@ def convert_dialect(
     target = disk_plan(model, conversion, dialect)
     names, weights_only = [disk.name for disk in target.weights], checkpoint.weights_only
     engine_limits.warn(checkpoint.reader.config, dialect, names, weights_only=weights_only, stacklevel=2)
-    recoded = _Recoded(checkpoint, plan)
+    recoded = _Recoded(checkpoint, model, plan)
     if recoded.unplaced:
         raise ValueError(f"{source}: {recoded.unplaced[0]} belongs to no module of {type(model).__name__}")
     makers: dict[str, Maker] = {}
@@ -167,13 +168,15 @@ class _Recoded:
         unplaced: quantized weights that the model leaves out (layers for multi-token prediction).
     """
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
         placed = {disk.name for disk in plan.weights}
         self.unplaced = [n for n in checkpoint.quantized() if n not in placed and n not in checkpoint.renamed.values()]
         names = [checkpoint.tensor_names(name) for name in (*placed, *self.unplaced)]
         taken = {tensor for n in names for tensor in (*n.weight, n.input_scale)} | {b.name for b in plan.biases}
         self.rest = [n for n in checkpoint.reader.names() if n not in taken and not n.endswith(CACHE_SCALES)]
+        elsewhere = {disk.source for disk in plan.weights} | {bias.source for bias in plan.biases}
+        require_tensors(checkpoint.reader, model, elsewhere)
 
     def by_source(self) -> dict[str, list[DiskWeight]]:
         """Weights by the BF16 tensor that they are parts of."""

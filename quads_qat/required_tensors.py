@@ -60,7 +60,7 @@ def _lacking_under_any_name(others: list[str], reader: Reader, model: nn.Module,
     """Those of ``lacking`` that none of ``others`` provides, and that the model cannot do without."""
     in_memory = names.names_in_memory(model, [*lacking, *others])
     provided = {in_memory[name] for name in others}
-    for one, other in getattr(model, "all_tied_weights_keys", {}).items():
+    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if provided & {one, other}:
             provided |= {one, other}
     optional = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]

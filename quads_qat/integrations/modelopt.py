@@ -26,7 +26,16 @@ from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig
 from quads_qat.contract import KEY
 from quads_qat.conversion import Weight
 from quads_qat.convert import install, install_packed
-from quads_qat.load import Checkpoint, by_parameter, read_parameter, read_part, rollout_policy, shared_input_amax
+from quads_qat.load import (
+    Checkpoint,
+    by_parameter,
+    joined_biases,
+    read_parameter,
+    read_part,
+    rollout_policy,
+    shared_input_amax,
+)
+from quads_qat.required_tensors import require_tensors
 from quads_qat.scale_groups import activation_key
 from quads_qat.skeleton import adopt_prefix
 from quads_qat.weight_stream import empty_quantized
@@ -123,19 +132,25 @@ class ModelOptQuantizer(HfQuantizer):
         self.names = self.checkpoint.reader.names()
         adopt_prefix(model, self.names)
         self.conversion, plan = self.checkpoint.plan(model)
-        self.parts = by_parameter(plan)
+        elsewhere = {disk.source for disk in plan.weights} | {bias.source for bias in plan.biases}
+        require_tensors(self.checkpoint.reader, model, elsewhere)  # transformers would make up values, with a warning
+        self.parts, self.biases = by_parameter(plan), joined_biases(model, self.checkpoint.reader, plan)
         modules = {weight.module for weight in self.conversion.weights.values()}
         below = tuple(rf"^{re.escape(name)}\." for name in sorted(modules))
         self._ignore(model, "_keys_to_ignore_on_load_unexpected", _SCALES + below)
         if self.quantization_config.dequantize:
             for weight in self.conversion.weights.values():
                 _rename(model, weight, weight.parameter, weight.parameter + _UNDECODED)
-            self._ignore(model, "_keys_to_ignore_on_load_missing", (rf"{_UNDECODED}$",))
+            biases = (rf"^{re.escape(name)}$" for name in self.biases)
+            self._ignore(model, "_keys_to_ignore_on_load_missing", (rf"{_UNDECODED}$", *biases))
         else:
             self._install_empty(model)
             self._ignore(model, "_keys_to_ignore_on_load_missing", below)
         for name in modules:
+            parent = model.get_submodule(name.rpartition(".")[0])
             model.get_submodule(name)._is_hf_initialized = True  # there is nothing in it to initialize
+            if not parent._parameters and not parent._buffers:  # some initialize what is below them
+                parent._is_hf_initialized = True
 
     def _install_empty(self, model: Any) -> None:
         """Packed modules on meta: the right sizes for a device map, no values yet."""
@@ -172,16 +187,21 @@ class ModelOptQuantizer(HfQuantizer):
                 self._decode(model, weight, parts)
             else:
                 self._fill(model, weight, parts)
+        for name, bias in self.biases.items():
+            parameter = model.get_parameter(name).detach()
+            _require_in_memory(parameter, name)
+            parameter.copy_(bias)
         if not self.quantization_config.dequantize:
             model.requires_grad_(False)
         elif hasattr(model.config, KEY):  # it would be saved with weights that nothing vouches for
             delattr(model.config, KEY)
-        del self.checkpoint, self.parts
+        del self.checkpoint, self.parts, self.biases
         return model
 
     def _fill(self, model: Any, weight: Weight, parts: list[DiskWeight]) -> None:
         module, like = model.get_submodule(weight.module), self.shapes[weight.name]
-        device = _device(module.packed(weight.parameter).qdata, weight)
+        device = module.packed(weight.parameter).qdata.device
+        _require_in_memory(module.packed(weight.parameter).qdata, weight.name)
         q = read_parameter(self.checkpoint, like, parts)
         module.set_packed(weight.parameter, q.to(device))
         amax = self.amaxes[weight.name]
@@ -190,7 +210,7 @@ class ModelOptQuantizer(HfQuantizer):
 
     def _decode(self, model: Any, weight: Weight, parts: list[DiskWeight]) -> None:
         value = model.get_submodule(weight.module)._parameters[weight.parameter + _UNDECODED]
-        _device(value, weight)
+        _require_in_memory(value, weight.name)
         oriented = value.detach().mT if weight.format.transposed else value.detach()
         for part in parts:
             decoded = ops.dequantize(read_part(self.checkpoint, value, part), value.dtype)
@@ -215,13 +235,12 @@ def _rename(model: nn.Module, weight: Weight, old: str, new: str) -> None:
     module._parameters.update(renamed)
 
 
-def _device(tensor: Tensor, weight: Weight) -> torch.device:
+def _require_in_memory(tensor: Tensor, name: str) -> None:
     if tensor.is_meta:
         raise ValueError(
-            f"from_pretrained: {weight.name} was offloaded to CPU memory or disk, which NVFP4 weights cannot be; use a "
+            f"from_pretrained: {name} was offloaded to CPU memory or disk, which NVFP4 weights cannot be; use a "
             "device_map of GPUs alone, or of the CPU alone"
         )
-    return tensor.device
 
 
 if not {"modelopt"} & {*auto.AUTO_QUANTIZER_MAPPING, *auto.AUTO_QUANTIZATION_CONFIG_MAPPING}:  # else it is another's
