@@ -230,7 +230,7 @@ class ResidualCompensatedLinear(PackedModule):
         self.sync.require_whole()
         if self.record is not None:
             self.record(self, "weight", None, x)
-        return _project(
+        return projection(
             x, self.packed(), self.bias, self.activation, self.residual, self.input_amax, self.residual_mask
         )
 
@@ -293,7 +293,7 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
                 mask, residual = getattr(self, f"{name}_residual_mask"), self.residual
                 mask = mask if mask is None or mask.ndim == 1 or expert is None else mask[expert]
             q = packed[name] if expert is None else packed[name].expert(expert)
-            return _project(x, q, bias, self.activation, residual, amax, mask, offs)
+            return projection(x, q, bias, self.activation, residual, amax, mask, offs)
 
         def project_expert(name: str, expert: int, x: Tensor) -> Tensor:
             if self.record is not None:
@@ -342,7 +342,7 @@ def residual_rows(x: Tensor, activation: ActivationFormat, input_amax: Tensor | 
     return rows.float() - ops.dequantize(q, torch.float32)
 
 
-def _project(
+def projection(
     x: Tensor,
     weight: NVFP4Tensor,
     bias: Tensor | None,
@@ -352,7 +352,7 @@ def _project(
     residual_mask: Tensor | None,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """One linear or, with ``offs``, one projection of all experts."""
+    """What a packed module multiplies: one linear or, with ``offs``, one projection of all experts."""
     if activation is None:
         return adapters.packed_linear(x, weight, bias, offs)
     if activation.scale is ActivationScale.STATIC and input_amax is None:
