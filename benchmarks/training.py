@@ -79,6 +79,7 @@ class MoE(nn.Module):
             hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts, num_experts_per_tok=top_k
         )
         config._experts_implementation = "grouped_mm"
+        self.config = config  # Model-Optimizer sets its experts to "eager" there, which it needs to see their weights
         self.blocks = nn.ModuleList(Qwen3MoeSparseMoeBlock(config) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,8 +192,12 @@ def _modelopt(model: nn.Module, x: Tensor) -> nn.Module:
     import modelopt.torch.quantization as mtq
 
     config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
-    config["quant_cfg"]["*input_quantizer"] = {"enable": False}
-    return mtq.quantize(model, config, lambda m: m(x[:512]))
+    config["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
+    quantized = mtq.quantize(model, config, lambda m: m(x[:512]))
+    kinds = {name for name, _ in quantized.named_modules() if "weight_quantizer" in name}
+    if not any("experts" in name or "proj" in name for name in kinds):
+        raise RuntimeError("no weight of this model was quantized")
+    return quantized
 
 
 def _measure(model: nn.Module, x: Tensor, rounds: int, micro_batches: int, kept: bool) -> tuple[float, int]:
