@@ -19,7 +19,7 @@ from quads_qat.contract import Contract, contract_of
 from quads_qat.conversion import Conversion, conversion_of
 from quads_qat.diagnose import GapStats, gap_stats
 from quads_qat.received import compare_received, compare_rollout
-from quads_qat.token_log_probs import best_shift, best_temperature, token_log_probs
+from quads_qat.token_log_probs import best_form, best_reading, best_shift, token_log_probs
 from quads_qat.weight_stream import ActivationScales
 
 _FEW = 256
@@ -249,6 +249,26 @@ def _weights(
 # ----------------------------------------------------------------------------------------------------- log-probs
 
 
+_FORMS = {
+    "probabilities": ("probabilities", "they lack the logarithm: report log_softmax(logits / temperature)"),
+    "negative": ("minus the log-probs", "they are a loss (cross-entropy): change the sign"),
+}
+_READINGS = {
+    "temperature": (
+        "temperature {:g}",
+        "both sides must divide logits by the same temperature; engines report log-probs before or after it (vLLM: "
+        "logprobs_mode), so pass temperature= as the log-probs were taken",
+    ),
+    "logits": ("the tokens' logits", "they lack log_softmax(-1) over the vocabulary (vLLM: logprobs_mode)"),
+    "unshifted": (
+        "the distribution at the token's own position",
+        "logits and tokens are not shifted against each other: logits at position t give the token at t + 1, "
+        "logits[:, :-1] goes with ids[:, 1:]",
+    ),
+}
+"""What log-probs may be instead: how that is called, and the way out."""
+
+
 @dataclass(frozen=True)
 class _Tokens:
     """The tokens of the step, and how their log-probabilities are to be taken."""
@@ -265,6 +285,11 @@ class _Tokens:
         own = token_log_probs(model, self.ids, like.shape[-1], self.attention_mask, self.temperature)
         return own.to(like.device)
 
+    def positive(self, given: Tensor) -> int:
+        """How many counted numbers are no log-probabilities; rounding makes some that are 0 a little more."""
+        counted = torch.ones_like(given, dtype=torch.bool) if self.mask is None else self.mask.to(given.device).bool()
+        return int((given[counted] > 1e-3).sum())
+
     def misfit(self, model: nn.Module | None, given: Tensor, own: Tensor) -> tuple[str, str] | None:
         """(what was seen, the way out) where log-probs do not fit, or None."""
         gap = gap_stats(given, own, self.mask)
@@ -280,14 +305,21 @@ class _Tokens:
                 "they are shifted by one: logits at position t give the token at t + 1, logits[:, :-1] goes with "
                 "ids[:, 1:]",
             )
+        if (form := best_form(given, own, self.mask)) is not None:
+            what, way_out = _FORMS[form[0]]
+            return f"{seen}; they fit {what} (mean gap {form[1]:.4g})", way_out
         if model is not None and self.ids is not None:
-            best = best_temperature(model, self.ids, given, self.mask, self.attention_mask, self.temperature)
+            best = best_reading(model, self.ids, given, self.mask, self.attention_mask, self.temperature)
             if best is not None:
-                return (
-                    f"{seen}; they fit temperature {best[0]:g} (mean gap {best[1]:.4g}), not {self.temperature:g}",
-                    "both sides must divide logits by the same temperature; engines report log-probs before or after "
-                    "it (vLLM: logprobs_mode), so pass temperature= as the log-probs were taken",
-                )
+                what, way_out = _READINGS[best.kind]
+                what = what.format(best.temperature)
+                expected = f", not {self.temperature:g}" if best.kind == "temperature" else ""
+                return f"{seen}; they fit {what} (mean gap {best.mean:.4g}){expected}", way_out
+        if positive := self.positive(given):
+            return (
+                f"{seen}; {positive} of them are > 0, which no log-probability is",
+                "report log_softmax(logits / temperature) of the sampled token, not its logit, reward or probability",
+            )
         return (
             seen,
             "look for text that was tokenized anew, a wrong mask or padding, top_k, top_p or penalties in the reported "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def token_log_probs(
         temperature: divides the logits.
     """
     batches = _batches_of_logits(model, input_ids, count, attention_mask)
-    return torch.cat([chosen(logits, ids, temperature) for logits, ids in batches])
+    return torch.cat([chosen(logits[:, :-1], ids, temperature) for logits, ids in batches])
 
 
 def chosen(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -46,7 +47,7 @@ def chosen(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
 def _batches_of_logits(
     model: nn.Module, input_ids: Tensor, count: int, attention_mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [b, count, V], the tokens [b, count] that they predict), few rows at a time: a vocabulary is large."""
+    """(logits [b, count + 1, V], the tokens [b, count] that all but the last predict), few rows at a time."""
     device = next(p.device for p in (*model.parameters(), *model.buffers()))
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters
     rows = max(1, _TOKENS // count)
@@ -59,7 +60,7 @@ def _batches_of_logits(
                 arguments["logits_to_keep"] = count + 1
             out = model(ids, **arguments)
             logits = getattr(out, "logits", out)
-            yield logits[:, -count - 1 : -1], ids[:, -count:]
+            yield logits[:, -count - 1 :], ids[:, -count:]
 
 
 @contextmanager
@@ -90,30 +91,65 @@ def best_shift(given: Tensor, own: Tensor, mask: Tensor | None) -> tuple[int, fl
     return (min(found)[1], min(found)[0]) if found else None
 
 
-def best_temperature(
+def best_form(given: Tensor, own: Tensor, mask: Tensor | None) -> tuple[str, float] | None:
+    """("probabilities" or "negative", mean gap) if ``given`` is exp(own) or -own rather than own."""
+    counted = torch.ones_like(given, dtype=torch.bool) if mask is None else mask.to(given.device).bool()
+    given, own = given[counted].float(), own.to(given.device)[counted].float()
+    if not given.numel():
+        return None
+    forms = {"probabilities": own.exp(), "negative": -own}
+    gaps = {name: (given - form).abs().mean().item() for name, form in forms.items()}
+    best = min(gaps, key=gaps.__getitem__)
+    spread = (given - given.mean()).abs().mean().item()  # a constant is near to probabilities
+    return (best, gaps[best]) if gaps[best] <= _FITS * min(spread, (given - own).abs().mean().item()) else None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model's logits must be made into to give the reported numbers.
+
+    Attributes:
+        kind: ``temperature`` (log-probs at another one), ``logits`` (no log_softmax), or ``unshifted`` (the
+            distribution at the token's own position, which is over the token after it).
+        temperature: by which the logits are divided.
+        mean: gap that is left.
+    """
+
+    kind: str
+    temperature: float
+    mean: float
+
+
+def best_reading(
     model: nn.Module,
     input_ids: Tensor,
     given: Tensor,
     mask: Tensor | None,
     attention_mask: Tensor | None,
     temperature: float,
-) -> tuple[float, float] | None:
-    """(temperature, mean gap) that explains ``given`` [B, C] rather than ``temperature``, or None.
+) -> Reading | None:
+    """What explains ``given`` [B, C] rather than the log-probs of these tokens at ``temperature``, or None.
 
-    Tried on the first 64 counted tokens of each row, for the multiples of 0.05 up to 2.5.
+    Tried on the first 64 counted tokens of each row; temperatures are the multiples of 0.05 up to 2.5.
     """
-    candidates = [temperature, *(k / 20 for k in range(1, 51))]
-    total, count = torch.zeros(len(candidates), dtype=torch.float64), 0
+    temperatures = [temperature, *(k / 20 for k in range(1, 51))]
+    kinds = [("temperature", t) for t in temperatures]
+    kinds += [(kind, t) for kind in ("logits", "unshifted") for t in dict.fromkeys((temperature, 1.0))]
+    total, count = torch.zeros(len(kinds), dtype=torch.float64), 0
     counted = torch.ones_like(given, dtype=torch.bool) if mask is None else mask.to(given.device).bool()
     counted &= counted.cumsum(-1) <= 64
     start = 0
     for logits, ids in _batches_of_logits(model, input_ids, given.shape[-1], attention_mask):
         some = counted[start : start + len(ids)]
-        reported = given[start : start + len(ids)][some].to(logits.device)
-        logits, ids = logits[some.to(logits.device)], ids[some.to(ids.device)]
-        for i, t in enumerate(candidates):
-            total[i] += (chosen(logits, ids, t) - reported).abs().sum().double().cpu()
+        reported, on = given[start : start + len(ids)][some].to(logits.device), some.to(logits.device)
+        before, at, ids = logits[:, :-1][on], logits[:, 1:][on], ids[some.to(ids.device)]
+        for i, (kind, t) in enumerate(kinds):
+            if kind == "logits":
+                reading = (before.float() / t).gather(-1, ids[:, None].to(before.device))[:, 0]
+            else:
+                reading = chosen(at if kind == "unshifted" else before, ids, t)
+            total[i] += (reading - reported).abs().sum().double().cpu()
         start, count = start + len(some), count + len(reported)
     means = (total / count).tolist()
-    best = min(range(len(candidates)), key=means.__getitem__)
-    return (candidates[best], means[best]) if means[best] <= _FITS * means[0] else None
+    best = min(range(len(kinds)), key=means.__getitem__)
+    return Reading(*kinds[best], means[best]) if means[best] <= _FITS * means[0] else None

@@ -185,6 +185,68 @@ def test_another_temperature_of_the_trainer_is_named():
     assert "they fit temperature 1 (mean gap 0), not 0.6\n" in found(report, "trainer log-probs")
 
 
+@torch.no_grad()
+def _logits(side: str) -> Tensor:
+    """[B, T, V]."""
+    model: Any = _trainer() if side == "trainer" else _rollout()
+    return model(IDS).logits
+
+
+def _gathered(logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.gather(-1, ids[..., None])[..., 0][:, -COUNT:]
+
+
+def _instead(what: str, temperature: float) -> Tensor:
+    """What a framework reports by mistake."""
+    logits = _logits("rollout") / temperature
+    return {
+        "the tokens' logits": lambda: _gathered(logits[:, :-1], IDS[:, 1:]),
+        "the distribution at the token's own position": lambda: _gathered(logits.log_softmax(-1), IDS),
+        "probabilities": lambda: _log_probs("rollout", temperature).exp(),
+        "minus the log-probs": lambda: -_log_probs("rollout", temperature),
+    }[what]()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("side", ["rollout", "trainer", "engine"])
+@pytest.mark.parametrize(
+    ("what", "way_out"),
+    [
+        ("the tokens' logits", "they lack log_softmax(-1)"),
+        ("the distribution at the token's own position", "logits[:, :-1] goes with ids[:, 1:]"),
+        ("probabilities", "they lack the logarithm"),
+        ("minus the log-probs", "change the sign"),
+    ],
+)
+def test_what_is_reported_instead_of_log_probs_is_named(what: str, way_out: str, side: str, temperature: float):
+    wrong = _instead(what, temperature)
+    if side == "trainer":
+        sound = _log_probs("rollout", temperature)
+        report = check(logp_trainer=wrong, logp_rollout=sound, temperature=temperature)
+    else:
+        rollout = {"rollout": None} if side == "engine" else {}
+        report = check(logp_rollout=wrong, temperature=temperature, **rollout)
+    name = "trainer log-probs" if side == "trainer" else "rollout log-probs"
+    assert report.failed == [name, "gap"]
+    assert f"they fit {what} (mean gap " in found(report, name)
+    assert way_out in found(report, name)
+
+
+def test_two_arrays_tell_a_form():
+    sound = _log_probs("trainer")
+    for wrong, what in (
+        (_log_probs("rollout").exp(), "probabilities"),
+        (-_log_probs("rollout"), "minus the log-probs"),
+    ):
+        report = qq.check_first_step(_trainer(), logp_rollout=wrong, logp_trainer=sound)
+        assert f"they fit {what} (mean gap " in found(report, "rollout log-probs")
+    report = qq.check_first_step(_trainer(), logp_rollout=_instead("the tokens' logits", 1.0), logp_trainer=sound)
+    assert "of them are > 0, which no log-probability is" in found(report, "rollout log-probs")
+    report = qq.check_first_step(_trainer(), logp_rollout=torch.zeros_like(sound), logp_trainer=sound)
+    assert "they fit" not in found(report, "rollout log-probs")
+    assert "tokenized anew" in found(report, "rollout log-probs")
+
+
 def test_other_tokens_are_not_taken_for_a_shift_or_a_temperature():
     generator = torch.Generator().manual_seed(0)
     ids = IDS.clone()
