@@ -167,6 +167,8 @@ class PackedModule(nn.Module):
 
 def _in_shape(scale: Tensor, shape: torch.Size, lead: int) -> Tensor | None:
     """A scale [], [E] or [(E,) N, 1] in another of these shapes; None if values would be lost. ``lead``: 1 for [E]."""
+    if scale.shape == shape:
+        return scale  # a comparison would make the host wait, once for each weight of a sync
     rows = scale.view(*scale.shape, 1, 1) if scale.ndim == lead == 1 else scale
     if len(shape) == lead == 1:
         wanted = rows.expand(*shape, *rows.shape[1:]) if rows.ndim == 3 else rows.expand(*shape, 1, 1)

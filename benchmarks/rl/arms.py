@@ -29,7 +29,8 @@ class Arm:
         recipe: of the weights, on both sides.
         weight_scale: what the trainer's per-tensor scales are made from.
         rate: factor on the learning rate.
-        other_engine: the rollout computes in float32, like an engine with rounding errors of its own.
+        engine: what the rollout computes in. float32 is the other engine, with rounding errors of its own. In bfloat16
+            the kernels of this model's short sums round as the trainer's do: an engine that nobody has.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Arm:
     recipe: Recipe = Recipe.ALIGNED
     weight_scale: WeightScale = WeightScale.DYNAMIC
     rate: float = 1.0
-    other_engine: bool = False
+    engine: torch.dtype = torch.float32
 
     @property
     def dialect(self) -> Dialect:
@@ -48,9 +49,7 @@ class Arm:
     @property
     def reads_values(self) -> bool:
         """Whether the host waits for values inside a forward of the rollout, which then is no CUDA graph."""
-        if self.rollout is None:
-            return self.other_engine  # experts in float32 run one by one
-        return self.rollout.scope in (ResidualScope.BATCH, ResidualScope.STATIC)  # with a mask for each expert
+        return self.rollout is not None and self.rollout.scope in (ResidualScope.BATCH, ResidualScope.STATIC)
 
 
 MAIN = (
@@ -87,11 +86,11 @@ def _ablations() -> tuple[Arm, ...]:
 _KEY_ARMS = MAIN[:5]
 STUDIES = {
     "main": MAIN,
-    "engine": tuple(replace(arm, name=f"{arm.name}-fp32", other_engine=True) for arm in _KEY_ARMS),
+    "engine": tuple(replace(arm, name=f"{arm.name}/bf16", engine=torch.bfloat16) for arm in _KEY_ARMS),
     "ablations": _ablations(),
-    "stress": tuple(replace(arm, name=f"{arm.name}@x{rate:g}", rate=rate) for rate in (3.0, 10.0) for arm in _KEY_ARMS),
+    "stress": tuple(replace(arm, name=f"{arm.name}@x{rate:g}", rate=rate) for rate in (2.0, 3.0) for arm in _KEY_ARMS),
 }
-"""main: the paper's arms. engine: the same, sampled in float32. ablations: one choice changed. stress: higher rates."""
+"""main: the paper's arms. engine: the same, sampled in bfloat16. ablations: one choice changed. stress: a higher rate."""
 
 
 @dataclass
@@ -101,7 +100,8 @@ class Pair:
     Attributes:
         trainer: BF16 parameters, in eval mode (the model has no dropout).
         rollout: another model, on the same device.
-        sync: gives the rollout the trainer's weights, through the package's own path.
+        sync: gives the rollout the trainer's weights through ``update_weights``: packed by the trainer or, with
+            ``masters``, quantized on arrival, which makes the same bits of a trainer that holds no scales.
     """
 
     arm: Arm
@@ -110,9 +110,11 @@ class Pair:
     sync: Callable[[], None]
 
     @classmethod
-    def of(cls, arm: Arm, model: Path, device: torch.device) -> Pair:
+    def of(cls, arm: Arm, model: Path | str, device: torch.device, masters: bool = False) -> Pair:
         """Both from the checkpoint ``model``; not synced yet."""
-        trainer, rollout = _load(model, device), _load(model, device, grouped=not arm.other_engine)
+        plain_fp32 = arm.rollout is None and arm.engine is torch.float32
+        # torch has grouped_mm kernels for bfloat16
+        trainer, rollout = _load(model, device), _load(model, device, "batched_mm" if plain_fp32 else "grouped_mm")
         if arm.trainer is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that W4A4 is for ablations is what is shown here
@@ -120,14 +122,22 @@ class Pair:
                 qq.convert(trainer, arm.trainer, recipe=arm.recipe, schedule=schedule)
         if arm.rollout is not None:
             qq.convert(rollout, Mode.W4A4_RESIDUAL, recipe=arm.recipe, residual=arm.rollout)
-        if arm.other_engine:
-            rollout.float()
-        return cls(arm, trainer, rollout, _sync_of(arm, trainer, rollout))
+        rollout.to(arm.engine)
+        return cls(arm, trainer, rollout, _sync_of(arm, trainer, rollout, masters))
 
     def calibrate(self, ids: Tensor) -> None:
         """Choose static masks on these sequences [B, T]; nothing where nothing is static."""
         if self.arm.rollout is not None and self.arm.rollout.scope is ResidualScope.STATIC:
             qq.calibrate(self.rollout, [ids])
+
+    def differing(self) -> int:
+        """Bytes of the rollout that packed weights of the trainer would change: 0 if it has the trainer's weights."""
+        if self.arm.trainer is None or self.arm.rollout is None:
+            return 0
+        before = {name: tensor.clone() for name, tensor in self.rollout.state_dict().items()}
+        qq.update_weights(self.rollout, qq.export_weights(self.trainer, self.arm.dialect))
+        after = self.rollout.state_dict()
+        return sum(int((_bytes(before[name]) != _bytes(after[name])).sum()) for name in before)
 
     def stepped(self) -> None:
         """The optimizer has stepped: held scales move on."""
@@ -135,17 +145,20 @@ class Pair:
             qq.step(self.trainer)
 
 
-def _load(model: Path, device: torch.device, grouped: bool = True) -> nn.Module:
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _load(model: Path | str, device: torch.device, experts: str = "grouped_mm") -> nn.Module:
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    experts = "grouped_mm" if grouped else "eager"
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, experts_implementation=experts)
     return loaded.to(device).eval()
 
 
-def _sync_of(arm: Arm, trainer: nn.Module, rollout: nn.Module) -> Callable[[], None]:
+def _sync_of(arm: Arm, trainer: nn.Module, rollout: nn.Module, masters: bool) -> Callable[[], None]:
     if arm.rollout is None:
         source, target = dict(trainer.named_parameters()), dict(rollout.named_parameters())
 
@@ -154,7 +167,7 @@ def _sync_of(arm: Arm, trainer: nn.Module, rollout: nn.Module) -> Callable[[], N
             torch._foreach_copy_([target[name] for name in source], list(source.values()))
 
         return copy
-    if arm.trainer is None:
+    if arm.trainer is None or (masters and arm.weight_scale is WeightScale.DYNAMIC):
         return lambda: _discard(qq.update_weights(rollout, trainer.state_dict()))
     return lambda: _discard(qq.update_weights(rollout, qq.export_weights(trainer, arm.dialect)))
 

@@ -78,7 +78,7 @@ def _line(axis: Any, seeds: dict[int, list[dict[str, Any]]], name: str, label: s
 
 
 def gap_by_k(runs: Runs, quality: Path | None, path: Path) -> Path:
-    """The gap by the share of channels: over a whole RL run, and on SmolLM2-135M without training if it was measured."""
+    """The gap by the share of channels: over a whole RL run, and on SmolLM2-135M if it was measured."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, 2 if quality else 1, figsize=(9 if quality else 5, 3.4), layout="constrained")
     axes = list(axes) if quality else [axes]

@@ -35,6 +35,7 @@ class Settings:
         every: steps between two evaluations on held-out questions, and between two calibrations.
         device: ``cpu`` or ``cuda``.
         graphs: sample through a CUDA graph where the rollout allows it.
+        masters: sync BF16 weights, quantized on arrival, which waits for the GPU less often; else packed ones.
     """
 
     model: str = str(DATA)
@@ -47,6 +48,7 @@ class Settings:
     every: int = 10
     device: str = "cpu"
     graphs: bool = True
+    masters: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
@@ -174,7 +176,7 @@ class Loop:
     def __init__(self, arm: Arm, settings: Settings, seed: int) -> None:
         torch.manual_seed(seed)
         self.arm, self.settings, self.device = arm, settings, torch.device(settings.device)
-        self.pair = Pair.of(arm, settings.model, self.device)  # pyright: ignore[reportArgumentType]
+        self.pair = Pair.of(arm, settings.model, self.device, settings.masters)
         self.optimizer = Optimizer(self.pair.trainer, settings.lr * arm.rate, settings.grad_clip)
         self.training, self.held_out = all_questions(self.device)
         graph = settings.graphs and self.device.type == "cuda" and not arm.reads_values
@@ -184,11 +186,10 @@ class Loop:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.pair.sync()
-        if self.settings.every:
-            self.pair.calibrate(self.held_out.prompts[: self.settings.prompts])
+        self.pair.calibrate(self.held_out.prompts[: self.settings.prompts])
         for step in range(self.settings.steps):
             yield {"step": step} | self.step(step % self.settings.every == 0)
-        yield {"step": self.settings.steps} | self.evaluate()
+        yield {"step": self.settings.steps, "differing": self.pair.differing()} | self.evaluate()
 
     def step(self, evaluate: bool) -> dict[str, Any]:
         """Sample, train, sync: what was seen before the update."""

@@ -40,6 +40,7 @@ def rl(
     model: Path = DATA,
     device: str = "",
     graphs: bool = True,
+    masters: bool = False,
     log: Path | None = None,
     smoke: bool = False,
 ) -> Report:
@@ -47,12 +48,20 @@ def rl(
 
     ``study``: main, engine, ablations, stress, or several with commas. ``arms``: only these. ``jobs``: processes side
     by side; 0 takes one for each arm on a GPU, and none beside this one on a CPU. ``log``: a new file of JSON lines,
-    the settings first, then a record for each step of each run. ``smoke``: three small steps.
+    the settings first, then a record for each step of each run. ``masters``: sync BF16 weights, which the rollout
+    quantizes; else packed ones. ``smoke``: three small steps.
     """
     chosen = chosen_arms(study, arms)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(
-        model=str(model), steps=steps, prompts=prompts, samples=samples, lr=lr, device=device, graphs=graphs
+        model=str(model),
+        steps=steps,
+        prompts=prompts,
+        samples=samples,
+        lr=lr,
+        device=device,
+        graphs=graphs,
+        masters=masters,
     )
     if smoke:
         settings, seeds = replace(settings, **SMOKE), 1

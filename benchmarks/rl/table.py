@@ -43,13 +43,17 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 def runs_of(records: Iterable[Record]) -> Runs:
-    """Records by arm and seed, in the order in which arms came."""
+    """Records by arm and seed; runs that were cut off are left out."""
     runs: Runs = {}
     for record in records:
         runs.setdefault(record["arm"], {}).setdefault(record["seed"], []).append(record)
-    return {
-        arm: {s: sorted(r, key=lambda x: x["step"]) for s, r in sorted(seeds.items())} for arm, seeds in runs.items()
-    }
+    whole = {arm: {s: r for s, r in sorted(seeds.items()) if _ended(r)} for arm, seeds in runs.items()}
+    return {arm: seeds for arm, seeds in whole.items() if seeds}
+
+
+def _ended(records: list[Record]) -> bool:
+    """The last record is the evaluation after the last step, or tells what broke the run."""
+    return "error" in records[-1] or "reward" not in records[-1]
 
 
 def values(records: list[Record], name: str) -> list[float]:
@@ -78,7 +82,12 @@ def summary(seeds: dict[int, list[Record]]) -> dict[str, Any]:
     """What became of one arm: means over its seeds, and the spread of the final accuracy."""
     stepped = [r for r in seeds.values() if values(r, "reward")]
     collapsed = [collapse(r) for r in seeds.values()]
-    found: dict[str, Any] = {"seeds": len(seeds), "collapsed": [step for step in collapsed if step is not None]}
+    differing = sum(sum(values(r, "differing")) for r in seeds.values())
+    found: dict[str, Any] = {
+        "seeds": len(seeds),
+        "differing": differing,
+        "collapsed": [step for step in collapsed if step is not None],
+    }
     if not stepped:
         return found
     for name in ("reward", "gap_mean", "gap_max", "gap_k3", "grad_norm", "entropy"):
@@ -118,8 +127,8 @@ class RLReport(Report):
     def legend(self) -> str:
         return (
             f"reward, gaps and k3: means over {WINDOW} steps and all seeds at the start, in the middle and at the end; "
-            "accuracy: of the rollout and the trainer on held-out questions, greedy, after the last step, in % (largest "
-            "minus smallest of the seeds); gap: abs(log pi_rollout - log pi_trainer) of sampled tokens; collapse: step "
+            "accuracy: of rollout and trainer on held-out questions, greedy, after the last step, in % (largest minus "
+            "smallest of the seeds); gap: abs(log pi_rollout - log pi_trainer) of sampled tokens; collapse: step "
             "at which the reward has halved, of each seed that did; ms: sampling + training + sync; paper: max gap; "
             "average pass@1"
         )
