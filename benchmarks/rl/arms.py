@@ -90,7 +90,7 @@ STUDIES = {
     "ablations": _ablations(),
     "stress": tuple(replace(arm, name=f"{arm.name}@x{rate:g}", rate=rate) for rate in (2.0, 3.0) for arm in _KEY_ARMS),
 }
-"""main: the paper's arms. engine: the same, sampled in bfloat16. ablations: one choice changed. stress: a higher rate."""
+"""main: the paper's arms. engine: sampled in bfloat16. ablations: one choice changed. stress: higher rates."""
 
 
 @dataclass
