@@ -21,6 +21,8 @@ from quads_qat.state import observe_activations, quant_state_dict
 LENGTH, ROWS = 512, 4
 """Tokens in a row of a calibration text, and rows in a batch."""
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
 
 @torch.no_grad()
 def observed_amaxes(
@@ -81,9 +83,7 @@ def _tokens(path: Path, text: str, trust_remote_code: bool) -> list[Tensor]:
     except Exception as error:  # whatever one of transformers' tokenizers raises
         raise ValueError(f"{path}: its tokenizer cannot be used to calibrate ({_line(error)})") from error
     if not len(ids):
-        raise ValueError(
-            f"{path}: its tokenizer, if it has one, finds no tokens in the calibration text; pass token ids"
-        )
+        raise ValueError(f"{path}: its tokenizer finds no tokens in the calibration text; pass token ids")
     whole = len(ids) // LENGTH * LENGTH
     batches = [*ids[:whole].view(-1, LENGTH).split(ROWS), ids[None, whole:]]
     return [batch for batch in batches if batch.numel()]
@@ -101,6 +101,18 @@ def calibration_data(calibrate: Path | str | Iterable[Tensor]) -> str | list[Ten
         return Path(calibrate).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{calibrate}: cannot be read as text to calibrate on ({error})") from error
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raise ValueError if a checkpoint brings no file of a tokenizer, which a text needs.
+
+    transformers makes an empty one then, or says so after the model was loaded.
+    """
+    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
+        raise ValueError(
+            f"{path}: holds no tokenizer ({', '.join(_TOKENIZER_FILES)}), which calibrating on a text needs; copy the "
+            "model's tokenizer files there, or pass token ids: quantize_checkpoint(..., calibrate=[ids])"
+        )
 
 
 def recorded_scales(path: Path, plan: Plan, dialect: Dialect) -> dict[str, Tensor]:

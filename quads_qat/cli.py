@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from quads_qat.config import Dialect, Mode, Recipe, Scope
+from quads_qat.config import ActivationScale, Dialect, Mode, Recipe, ResidualConfig, ResidualScope, Scope
 
 _UsageError = typer.BadParameter.__bases__[0]  # typer vendors click in some releases and imports it in others
 
@@ -170,6 +170,15 @@ def quantize(
     activations_from: Annotated[
         Path | None, typer.Option(help="W4A4: take the activation scales of this NVFP4 checkpoint.")
     ] = None,
+    residual_fraction: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Record for rollouts: share of channels that is compensated.")
+    ] = None,
+    residual_scope: Annotated[
+        ResidualScope | None, typer.Option(help="Record for rollouts: over what those channels are ranked.")
+    ] = None,
+    activation_scale: Annotated[
+        ActivationScale | None, typer.Option(help="Record for rollouts: over what they take an activation's scale.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: one a core, at most 8.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     max_shard_size: Annotated[str, typer.Option(help="Size of an output file.")] = "5GB",
@@ -177,14 +186,12 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Quantize a BF16 checkpoint into an NVFP4 one, however large. Run it again to continue after an interruption."""
-    if weights_only + (calibrate is not None) + (activations_from is not None) != 1:
-        fail(
-            "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; pass --weights-only "
-            "for a W4A16 checkpoint, or one of --calibrate and --activations-from for a W4A4 one"
-        )
+    _check_activation_options(weights_only, calibrate, activations_from)
     from quads_qat.load import Checkpoint
     from quads_qat.quantize import quantize_checkpoint
 
+    recorded: dict[str, Any] = {"fraction": residual_fraction, "scope": residual_scope}
+    recorded = {name: value for name, value in recorded.items() if value is not None}
     _quiet_transformers()
     with _progress_of(source) as progress:
         quantize_checkpoint(
@@ -197,6 +204,8 @@ def quantize(
             exclude=exclude or (),
             activations="none" if activations_from is None else activations_from,
             calibrate=calibrate,
+            residual=ResidualConfig(**recorded) if recorded else None,
+            activation_scale=activation_scale,
             shard_bytes=_bytes(max_shard_size),
             workers=workers,
             device=_device(device),
@@ -216,6 +225,22 @@ def quantize(
     else:
         out.print(
             f"{destination}: {summary['quantized']} weights quantized, {summary['bytes'] / 1e6:,.1f} MB", soft_wrap=True
+        )
+
+
+def _check_activation_options(weights_only: bool, calibrate: Path | None, activations_from: Path | None) -> None:
+    given = [name for name, path in (("--calibrate", calibrate), ("--activations-from", activations_from)) if path]
+    if weights_only and given:
+        fail(
+            f"quantize: --weights-only writes no activation scales (W4A16), so {given[0]} has nothing to do; drop "
+            f"--weights-only for a W4A4 checkpoint, or {' and '.join(given)} for a W4A16 one"
+        )
+    if len(given) == 2:
+        fail("quantize: activation scales come from --calibrate or from --activations-from, not from both; drop one")
+    if not weights_only and not given:
+        fail(
+            "quantize: a W4A4 checkpoint needs activation scales, which weights alone do not give; pass --weights-only "
+            "for a W4A16 checkpoint, or one of --calibrate and --activations-from for a W4A4 one"
         )
 
 
@@ -389,7 +414,6 @@ def diagnose(
     """Split the log-prob gap between a trainer and a rollout into weights, activations and arithmetic."""
     import torch
 
-    from quads_qat.config import ResidualConfig
     from quads_qat.diagnose_files import diagnose_checkpoints
 
     if mode is Mode.W4A4_RESIDUAL:

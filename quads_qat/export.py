@@ -219,7 +219,10 @@ def contract_of_export(
         scale = ActivationScale(activation_scale or ActivationScale.PER_TOKEN)
         if scale is ActivationScale.STATIC and source == "none":
             raise ValueError(
-                "export: activation_scale='static' needs activation scales in the file; pass activations='observed'"
+                "export: activation_scale='static' needs activation scales in the file, and activations='none' writes "
+                "none. Run some batches inside `with quads_qat.observe_activations(model):` and pass "
+                "activations='observed' (quantize: calibrate=, --calibrate); or leave activation_scale out, load with "
+                "load_rollout(path, activation_scale='static') and calibrate the rollout"
             )
         rollout = RolloutPolicy(activation=ActivationFormat(scale=scale), residual=residual or ResidualConfig())
     return Contract.of_conversion(conversion, activations=source, rollout=rollout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,9 +230,9 @@ def load_rollout(
             "load_rollout: weights_only=True leaves activations alone; drop it, or drop residual, activation_scale and "
             "activation_recipe"
         )
-    activation, residual = rollout_policy(checkpoint, residual, activation_scale, activation_recipe, contract)
-    if weights_only:
-        activation = residual = None
+    activation, residual = rollout_policy(
+        checkpoint, residual, activation_scale, activation_recipe, contract, weights_only=weights_only
+    )
     model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     static = activation is not None and activation.scale is ActivationScale.STATIC
@@ -253,15 +254,22 @@ def rollout_policy(
     activation_scale: ActivationScale | str | None,
     activation_recipe: Recipe | str | None,
     contract: Contract | str | Path | None = None,
+    *,
+    weights_only: bool = False,
 ) -> tuple[ActivationFormat | None, ResidualConfig | None]:
     """What a rollout of ``checkpoint`` does with activations; arguments as for :func:`load_rollout`.
 
     Raises:
         ValueError: the checkpoint was made under another contract than the one given.
+
+    Warns:
+        UserWarning: a W4A4 checkpoint records nothing about rollouts, and neither does the caller say what is
+            compensated: says what this one does.
     """
     recipe = None if activation_recipe is None else Recipe(activation_recipe)
     scale = None if activation_scale is None else ActivationScale(activation_scale)
     chosen = None if checkpoint.contract is None else checkpoint.contract.rollout
+    unsaid = chosen is None and residual is None and not checkpoint.weights_only
     if chosen is None and (residual is not None or scale is not None or not checkpoint.weights_only):
         chosen = RolloutPolicy()
     if contract is not None:
@@ -276,7 +284,14 @@ def rollout_policy(
     if chosen is not None:
         activation = ActivationFormat(scale=scale or chosen.activation.scale, recipe=recipe or chosen.activation.recipe)
         chosen = RolloutPolicy(activation=activation, residual=residual or chosen.residual)
-    return (None, None) if chosen is None else (chosen.activation, chosen.residual)
+    if unsaid and chosen is not None and not weights_only:
+        warnings.warn(
+            f"{checkpoint.reader.path} does not record what rollouts do with activations; this one takes their scale "
+            f"{chosen.activation.scale} and compensates {chosen.residual.fraction:.0%} of the channels per "
+            f"{chosen.residual.scope}. Pass residual=, or record it: residual= at export",
+            stacklevel=3,
+        )
+    return (None, None) if chosen is None or weights_only else (chosen.activation, chosen.residual)
 
 
 def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from quads_qat import checkpoint_io, dialects, engine_limits, ops
-from quads_qat.activation_scales import calibration_data, observed_amaxes, recorded_scales
+from quads_qat.activation_scales import calibration_data, observed_amaxes, recorded_scales, require_tokenizer
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
-from quads_qat.config import Dialect, Recipe, Scope
+from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope
 from quads_qat.export import (
     configs,
     contract_of_export,
@@ -51,6 +51,8 @@ def quantize_checkpoint(
     exclude: Iterable[str] = (),
     activations: ActivationScales | Path = "none",
     calibrate: Path | Iterable[Tensor] | None = None,
+    residual: ResidualConfig | None = None,
+    activation_scale: ActivationScale | str | None = None,
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
     workers: int | None = None,
     device: torch.device | str = "cpu",
@@ -75,6 +77,9 @@ def quantize_checkpoint(
             an NVFP4 checkpoint of the same model, whose activation scales are taken over (W4A4).
         calibrate: W4A4 with activation scales observed on a text file, or on token ids [batch, length]. This does build
             the model, on ``device``.
+        residual: what rollouts of this checkpoint compensate, recorded in config.json; None leaves it to
+            :func:`~quads_qat.load.load_rollout`.
+        activation_scale: likewise, over what rollouts take the scale of an activation.
         shard_bytes: size of a shard.
         workers: threads; None: one for each CPU core, at most 8.
         device: where the arithmetic runs. The bytes do not depend on it, nor on ``workers``.
@@ -93,19 +98,23 @@ def quantize_checkpoint(
     checkpoint_io.require_unquantized(reader)
     model, conversion, plan = plan_checkpoint(reader, dialect, recipe, **selection, trust_remote_code=trust_remote_code)
     text = None if calibrate is None else calibration_data(calibrate)
+    if isinstance(text, str):
+        require_tokenizer(reader.path)
     given = recorded_scales(activations, plan, dialect) if isinstance(activations, Path) else activations
     scales = {} if text is not None else input_scales(plan, conversion, dialect, given)
     kind = "observed" if text is not None else "none" if given == "none" else "given"
     quantized = [disk.name for disk in plan.weights]
+    contract = contract_of_export(conversion, kind, residual, activation_scale)
     engine_limits.warn(reader.config, dialect, quantized, weights_only=kind == "none", stacklevel=2)
 
     work = _Work(reader, plan, recipe, dialect, scales, device, weights_only=kind == "none")
     shards = pack(work.units(), shard_bytes)
     ignored = ignored_modules({name: len(reader.shape(name)) for name in work.rest}, plan, model, dialect)
-    files = configs(reader.config, dialect, ignored, contract_of_export(conversion, kind))
+    files = configs(reader.config, dialect, ignored, contract)
     companions = checkpoint_io.companions(reader.path)
     job = {"recipe": recipe.value, "dialect": dialect.value, **selection}
     job |= {"source": _source(reader), "activations": _digest([text, scales]), "shards": _digest(shards)}
+    job |= {"rollout": contract.to_json()["rollout"]}
 
     def check_space(finished: Mapping[str, Record]) -> None:
         needed = sum(shard.nbytes for shard in shards if shard.file not in finished)

@@ -137,7 +137,20 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
     ("arguments", "message"),
     [
         (("quantize", DATA, "{tmp}/out"), "pass --weights-only"),
-        (("quantize", DATA, "{tmp}/out", "--weights-only", "--calibrate", "x"), "or one of --calibrate and --activ"),
+        (
+            ("quantize", DATA, "{tmp}/out", "--weights-only", "--calibrate", "x"),
+            "--calibrate has nothing to do",
+        ),
+        (
+            ("quantize", DATA, "{tmp}/out", "--weights-only", "--activations-from", "x"),
+            "-from has nothing to do",
+        ),
+        (("quantize", DATA, "{tmp}/out", "--calibrate", "x", "--activations-from", "x"), "not from both; drop one"),
+        (("quantize", DATA, "{tmp}/out", "--calibrate", DATA / "heldout.txt"), "holds no tokenizer"),
+        (
+            ("quantize", DATA, "{tmp}/out", "--weights-only", "--activation-scale", "static"),
+            "pass activations='observed' (q",
+        ),
         (("quantize", DATA, "{tmp}/out", "--calibrate", "{tmp}/x"), "cannot be read as text to calibrate on"),
         (("quantize", DATA, "{tmp}/out", "--activations-from", DATA), "this is no NVFP4 checkpoint"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--workers", "0"), "workers"),

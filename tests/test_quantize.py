@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
 from quads_qat import Dialect, checkpoint_io
@@ -277,7 +279,11 @@ def test_calibration_on_text_with_the_checkpoints_tokenizer(tmp_path: Path) -> N
     [
         ({"calibrate": Path("nothing.txt")}, r"nothing\.txt: cannot be read as text to calibrate on"),
         ({"calibrate": DATA / "model.safetensors"}, "cannot be read as text to calibrate on"),
-        ({"calibrate": SOURCE / "config.json"}, "its tokenizer, if it has one, finds no tokens"),
+        (
+            {"calibrate": SOURCE / "config.json"},
+            r"holds no tokenizer \(tokenizer\*.*copy the model's",
+        ),
+        ({"activation_scale": "static"}, "needs activation scales in the file, and activations='none' writes none"),
         ({"calibrate": [IDS], "activations": CHECKPOINTS}, "from calibrate or from activations, not from both"),
         (
             {"activations": CHECKPOINTS / "modelopt" / "qwen3moe-w4a16_nvfp4"},
@@ -293,6 +299,34 @@ def test_bad_arguments(options: dict[str, Any], match: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=match):
         qq.quantize_checkpoint(SOURCE, tmp_path / "out", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_rollouts_do_is_recorded(tmp_path: Path) -> None:
+    residual = qq.ResidualConfig(fraction=0.25)
+    peer = CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"
+    options: dict[str, Any] = {"activations": peer, "residual": residual, "activation_scale": "static"}
+    qq.quantize_checkpoint(SOURCE, tmp_path / "out", **options)
+    model = qq.convert(qq.load_model(tmp_path / "out"), "w4a16")
+    scales = {n: t for n, t in tensors(tmp_path / "out").items() if n.endswith("input_scale")}
+    qq.export_checkpoint(
+        model, tmp_path / "twin", dialect="modelopt", activations=scales, residual=residual, activation_scale="static"
+    )
+    assert qq.contract_of(tmp_path / "out") == qq.contract_of(tmp_path / "twin")
+    assert qq.contract_of(qq.load_rollout(tmp_path / "out")).rollout == qq.contract_of(tmp_path / "twin").rollout
+
+
+@pytest.mark.parametrize("read", [qq.load_rollout, AutoModelForCausalLM.from_pretrained], ids=["ours", "transformers"])
+def test_what_no_file_records_is_said_once(read: Any) -> None:
+    peer = CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"
+    said = r"does not record what rollouts do .* scale per_token and compensates 50% of the channels per token\. Pass"
+    with pytest.warns(UserWarning, match=said) as seen:
+        read(peer)
+    assert sum("does not record" in str(w.message) for w in seen) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "^.* does not record")
+        qq.load_rollout(peer, residual=qq.ResidualConfig())
+        qq.load_rollout(peer, weights_only=True)
+        read(CHECKPOINTS / "modelopt" / "qwen3moe-w4a16_nvfp4")
 
 
 # What lies beside the weights.

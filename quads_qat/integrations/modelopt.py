@@ -156,10 +156,12 @@ class ModelOptQuantizer(HfQuantizer):
         """Packed modules on meta: the right sizes for a device map, no values yet."""
         asked = self.quantization_config
         activation, residual = rollout_policy(
-            self.checkpoint, asked.residual, asked.activation_scale, asked.activation_recipe
+            self.checkpoint,
+            asked.residual,
+            asked.activation_scale,
+            asked.activation_recipe,
+            weights_only=asked.weights_only,
         )
-        if asked.weights_only:
-            activation = residual = None
         static = activation is not None and activation.scale is ActivationScale.STATIC
         required = static and not self.checkpoint.weights_only
         self.amaxes = {
