@@ -105,8 +105,7 @@ def test_every_way_to_write_a_checkpoint_writes_it(exported: Path, tmp_path: Pat
     assert contract_of(tmp_path / "given").activations == "given"
     with pytest.raises(ValueError, match="no quads_qat entry; quads_qat did not write it"):
         contract_of(SOURCE)
-    with pytest.raises(
-        ValueError, match="static' needs activation scales in the file, and activations='none'":
+    with pytest.raises(ValueError, match="static' needs activation scales in the file, and activations='none'"):
         qq.export_checkpoint(trainer(), tmp_path / "x", dialect="modelopt", activation_scale="static")
 
 
