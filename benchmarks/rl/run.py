@@ -109,7 +109,10 @@ def _all(runs: list[tuple[Arm, int]], settings: Settings, log: Path | None, jobs
             yield run_one(arm, seed, settings, log)
         return
     with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(run_one, arm, seed, settings, log, True): (arm, seed) for arm, seed in runs}
+        gpus = max(1, torch.cuda.device_count())
+        waiting = {
+            pool.submit(run_one, arm, seed, settings, log, i % gpus): (arm, seed) for i, (arm, seed) in enumerate(runs)
+        }
         for done in as_completed(waiting):
             arm, seed = waiting[done]
             records = done.result()
@@ -118,10 +121,17 @@ def _all(runs: list[tuple[Arm, int]], settings: Settings, log: Path | None, jobs
             yield records
 
 
-def run_one(arm: Arm, seed: int, settings: Settings, log: Path | None, alone: bool = False) -> list[Record]:
-    """All records of one arm with one seed, appended to ``log`` as they come. A run that breaks ends with its error."""
-    if alone:
+def run_one(
+    arm: Arm, seed: int, settings: Settings, log: Path | None, beside_others: int | None = None
+) -> list[Record]:
+    """All records of one arm with one seed, appended to ``log`` as they come. A run that breaks ends with its error.
+
+    ``beside_others``: the GPU to take in a process that shares the machine.
+    """
+    if beside_others is not None:
         torch.set_num_threads(1)
+        if settings.device == "cuda":
+            torch.cuda.set_device(beside_others)
     warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)  # older versions know no other
     records: list[Record] = []
 
