@@ -373,23 +373,22 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two NVFP4 checkpoints tensor by tensor. Exit code 1 if they differ."""
+    from quads_qat.compare import describe, only_activations
     from quads_qat.compare import diff as compare
 
     rows = list(compare(a, b))
+    of_activations = [row for row in rows if only_activations(row)]
+    same_weights = len(of_activations) == len(rows)
     if as_json:
-        _print_json({"equal": not rows, "differences": rows})
+        _print_json({"equal": not rows, "only_activation_scales": bool(rows) and same_weights, "differences": rows})
     elif not rows:
         out.print("the same codes, scales and values, and the same other tensors")
     else:
-        out.print(f"{len(rows)} tensors differ" + (", the first 20:" if len(rows) > 20 else ":"))
+        what = "weights are the same, bit for bit; " if same_weights else ""
+        kind = "activation scales" if same_weights else "tensors"
+        out.print(f"{what}{len(rows)} {kind} differ" + (", the first 20:" if len(rows) > 20 else ":"))
         for row in rows[:20]:
-            numbers = [
-                f"{row[key]} {key.replace('_', ' ')}" for key in ("codes", "block_scales", "values") if key in row
-            ]
-            if "max_abs" in row:
-                numbers.append(f"max |a - b| {row['max_abs']:.3g}")
-            note = row.get("difference") or (f"only in {row['only_in']}" if "only_in" in row else row.get("shapes"))
-            out.print(f"  {row['name']}: {note or ', '.join(numbers)}", soft_wrap=True, highlight=False)
+            out.print(f"  {row['name']}: {describe(row)}", soft_wrap=True, highlight=False)
     if rows:
         raise typer.Exit(1)
 

@@ -97,6 +97,31 @@ def _row(name: str, pair: tuple[NVFP4Tensor, NVFP4Tensor], inputs: tuple[Tensor 
     return row if len(row) > 5 or row["codes"] or row["block_scales"] or row["values"] else {}
 
 
+def only_activations(row: dict[str, Any]) -> bool:
+    """Whether a row of :func:`diff` is of a weight that is the same, with another activation scale or none."""
+    same = ("codes", "block_scales", "values", "max_abs")
+    return "input_amax" in row and "per_tensor_scale" not in row and not any(row[key] for key in same)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A row of :func:`diff` in words: what differs, and only that."""
+    if "difference" in row:
+        return row["difference"]
+    if "only_in" in row:
+        return f"only in {row['only_in']}"
+    if "shapes" in row:
+        return "shapes {} and {}".format(*row["shapes"])
+    found = [f"{row[key]} {key.replace('_', ' ')}" for key in ("codes", "block_scales", "values") if row[key]]
+    if row["max_abs"]:
+        found.append(f"max |a - b| {row['max_abs']:.3g}")
+    names = {"per_tensor_scale": "per-tensor scale", "input_amax": "amax of the activation scale"}
+    for key, name in names.items():
+        if key in row:
+            a, b = ("none" if value is None else value for value in row[key])
+            found.append(f"{name} {a} against {b}")
+    return ", ".join(found)
+
+
 _Parts = tuple[list[DiskWeight], list[DiskWeight]]
 
 

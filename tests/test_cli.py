@@ -96,12 +96,33 @@ def test_verify_names_the_tensor_that_differs(checkpoints: dict[str, Path], tmp_
     assert done.returncode == 1
     (row,) = json.loads(done.stdout)["differences"]
     assert (row["name"], row["codes"], row["block_scales"], row["values"]) == (name, 1, 0, 1)
+    (line,) = quads_qat("diff", checkpoints["modelopt"], damaged).stdout.splitlines()[1:]
+    assert re.fullmatch(rf"  {re.escape(name)}: 1 codes, 1 values, max \|a - b\| [\d.e-]+", line)
 
 
 def test_diff_across_dialects_is_empty(checkpoints: dict[str, Path]):
     done = quads_qat("diff", checkpoints["modelopt"], checkpoints["compressed-tensors"], "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"equal": True, "differences": []}
+    assert json.loads(done.stdout) == {"equal": True, "only_activation_scales": False, "differences": []}
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_diff_of_w4a4_and_w4a16_lists_activation_scales(dialect: str, data_dir: Path, tmp_path: Path):
+    """It listed every weight with zero codes, zero scales and zero values that differ."""
+    source, peer = (data_dir / "checkpoints" / name for name in ("bf16/qwen3", "modelopt/qwen3-nvfp4"))
+    for name, options in (("w4a4", ("--activations-from", peer)), ("w4a16", ("--weights-only",))):
+        done = quads_qat("quantize", source, tmp_path / name, *options, "--dialect", dialect)
+        assert done.returncode == 0, done.stderr
+    done = quads_qat("diff", tmp_path / "w4a16", tmp_path / "w4a4")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == "weights are the same, bit for bit; 14 activation scales differ:"
+    assert len(lines) == 15
+    line = next(line for line in lines if "layers.0.self_attn.q_proj" in line)
+    assert re.fullmatch(r"  \S+q_proj\.weight: amax of the activation scale none against \d+\.\d+", line)
+    assert json.loads(quads_qat("diff", tmp_path / "w4a16", tmp_path / "w4a4", "--json").stdout)[
+        "only_activation_scales"
+    ]
 
 
 def test_dequantize_and_the_other_dialect(checkpoints: dict[str, Path], tmp_path: Path):
