@@ -15,6 +15,7 @@ from benchmarks import (  # noqa: F401  each module registers its benchmarks whe
     export_cpu,
     gap,
     matmul,
+    multi_gpu,
     quantize,
     quantize_cpu,
     residual_quality,

@@ -1,5 +1,7 @@
 """One rank of ``test_distributed.py``, started by torchrun: trainers on PyTorch's own engines against a whole model.
 
+Over NCCL where every rank has a GPU, else over gloo.
+
 The expected weights come from one process that knows all ranks' batches: each rank's gradients in the rank's own
 order, added up rank by rank and divided, as a reduction over two ranks does bit for bit. Where an engine sums in
 another order (a GEMM that is cut along K), the test says so and bounds the difference.
@@ -8,6 +10,7 @@ another order (a GEMM that is cut along K), the test says so and bounds the diff
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +35,17 @@ Losses = list[list[float]]  # by step, then by micro-batch
 
 STEPS = 3
 MICRO = 2
+DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1")) else "cpu"
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    """The same numbers on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
 def batches(rank: int, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return [torch.randint(3, 128, (2, 12), generator=generator) for _ in range(MICRO)]
+    return [torch.randint(3, 128, (2, 12), generator=generator, device="cpu").to(DEVICE) for _ in range(MICRO)]
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -49,7 +58,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def qwen(dtype: torch.dtype = torch.float32, experts: str = "grouped_mm") -> nn.Module:
-    model = tiny_model("qwen3_moe").to(dtype)
+    model = tiny_model("qwen3_moe").to(DEVICE, dtype)
     model.set_experts_implementation(experts)
     return qq.convert(model, "w4a16")
 
@@ -128,7 +137,7 @@ def fsdp2(rank: int, world: int, *, experts: str = "grouped_mm", mixed: bool = F
 def scales_held_and_codes_kept(rank: int, world: int) -> None:
     """Frozen scales, shares of codes, and codes kept between micro-batches, sharded as in one process."""
     schedule = qq.Schedule(weight_scale="ema")
-    expected, model = (qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=schedule) for _ in range(2))
+    expected, model = (qq.convert(tiny_model("qwen3_moe").to(DEVICE), "w4a16", schedule=schedule) for _ in range(2))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -174,7 +183,7 @@ PLAN = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(MLP(), MLP())
+    model = nn.Sequential(MLP(), MLP()).to(DEVICE)
     with torch.no_grad():  # amaxes that one rank alone sees
         model[0].gate_proj.weight[90, 3], model[0].down_proj.weight[5, 2], model[1].up_proj.weight[0, 0] = (
             5.0,
@@ -187,10 +196,10 @@ def mlp() -> nn.Module:
 def tensor_parallel(rank: int, world: int) -> None:
     """Forward GEMMs sum over K / tp, then over ranks: a float apart from the whole's; gradients likewise."""
     expected, model = mlp(), mlp()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(DEVICE, (world,))
     for block in model:
         parallelize_module(block, mesh, PLAN)
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    x = normal(5, 64, seed=1)
     y, wanted = model(x), expected(x)
     for module, whole in ((model[0].down_proj, expected[0].down_proj), (model[0].gate_proj, expected[0].gate_proj)):
         amax = autograd.group_amax(module.scale_group.weights(), module.weight_format)
@@ -215,13 +224,13 @@ def _close(got: Tensor, wanted: Tensor) -> None:
 
 def cut_blocks(rank: int, world: int) -> None:
     torch.manual_seed(0)
-    model = qq.convert(nn.Sequential(nn.Linear(48, 32)), "w4a16")
+    model = qq.convert(nn.Sequential(nn.Linear(48, 32)).to(DEVICE), "w4a16")
     assert qq.check_tp(nn.ModuleDict({"down_proj": nn.Linear(48, 32)}), world)
-    parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": RowwiseParallel()})
+    parallelize_module(model, init_device_mesh(DEVICE, (world,)), {"0": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"^0.weight: .*24 a rank, not a multiple of 16.*check_tp"):
-        model(torch.randn(2, 48))
-    sharded = nn.Sequential(nn.Linear(48, 32))
-    parallelize_module(sharded, init_device_mesh("cpu", (world,)), {"0": RowwiseParallel()})
+        model(torch.randn(2, 48, device=DEVICE))
+    sharded = nn.Sequential(nn.Linear(48, 32)).to(DEVICE)
+    parallelize_module(sharded, init_device_mesh(DEVICE, (world,)), {"0": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"0\.weight is sharded.*24 a rank"):
         qq.convert(sharded, "w4a16")
 
@@ -235,7 +244,7 @@ def expert_without_tokens(rank: int, world: int) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    ids = [torch.arange(3, 15)[None], torch.tensor([[7]])]
+    ids = [torch.arange(3, 15, device=DEVICE)[None], torch.tensor([[7]], device=DEVICE)]
     model(ids[rank]).logits.square().sum().backward()
     grads = []
     for rows in ids:
@@ -249,11 +258,11 @@ def expert_without_tokens(rank: int, world: int) -> None:
 def expert_parallel(rank: int, world: int) -> None:
     """Stacks sharded on E: each rank runs its experts on all tokens, slots of others are masked, outputs are added."""
     for arch, dispatch in (("qwen3_moe", "grouped_mm"), ("qwen3_moe", "eager"), ("gpt_oss", "grouped_mm")):
-        expected, model = (tiny_model(arch).float() for _ in range(2))
+        expected, model = (tiny_model(arch).float().to(DEVICE) for _ in range(2))
         for m in (expected, model):
             m.set_experts_implementation(dispatch)
             qq.convert(m, "w4a16")
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = init_device_mesh(DEVICE, (world,))
         whole, module = (next(e for e in m.modules() if isinstance(e, W4A16Experts)) for m in (expected, model))
         with torch.no_grad():
             for m in (whole, module):  # an amax that the last rank alone sees
@@ -263,9 +272,9 @@ def expert_parallel(rank: int, world: int) -> None:
                 module._parameters[name] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
         experts, k = whole.layout.routed_experts, 64
         local = experts // world
-        x = torch.randn(7, k, generator=torch.Generator().manual_seed(1))
-        index = torch.stack([torch.arange(7) % experts, (torch.arange(7) + 1) % experts], 1)
-        weights = torch.full((7, 2), 0.5)
+        x = normal(7, k, seed=1)
+        index = torch.stack([torch.arange(7) % experts, (torch.arange(7) + 1) % experts], 1).to(DEVICE)
+        weights = torch.full((7, 2), 0.5, device=DEVICE)
         wanted = whole(x, index, weights)
         mine = torch.where(index // local == rank, index - rank * local, local)
         module.num_experts, module._is_expert_parallel = local, True
@@ -319,12 +328,12 @@ def first_step(rank: int, world: int) -> None:
 
 def fsdp2_with_tensor_parallel(rank: int, world: int) -> None:
     expected, model = mlp(), mlp()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("dp", "tp"))
     for block in model:
         parallelize_module(block, mesh["tp"], PLAN)
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    data = [torch.randn(5, 64, generator=torch.Generator().manual_seed(i)) for i in range(world // 2)]
+    data = [normal(5, 64, seed=i) for i in range(world // 2)]
     optimizer, whole_optimizer = optimizer_of(model), optimizer_of(expected)
     for _ in range(2):
         y = model(data[rank // 2])
@@ -359,7 +368,11 @@ FOUR_RANKS = {"fsdp2 x tensor parallel": fsdp2_with_tensor_parallel}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)  # where bits are compared
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, case in (TWO_RANKS if world == 2 else FOUR_RANKS).items():
         case(rank, world)
