@@ -1,0 +1,220 @@
+"""vLLM: a plugin that runs rollouts of NVFP4 checkpoints, residual included, inside the engine.
+
+vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in each of its processes.
+Without ``QUADS_QAT_VLLM`` in the environment that does nothing. With ``QUADS_QAT_VLLM=1``, linears and experts of NVFP4
+checkpoints (ModelOpt or compressed-tensors, W4A4 or W4A16, anyone's) multiply what ``load_rollout`` multiplies: the
+packed weights as vLLM has loaded them, and activations that are quantized by ``quads_qat.ops``.
+
+What is done with activations stands in the ``quads_qat`` entry of config.json (``export_checkpoint(residual=...)``).
+These variables override it:
+
+===============================  ====================================================================================
+``QUADS_QAT_RESIDUAL``           a JSON object of ``ResidualConfig``, e.g. ``{"fraction": 0.5, "scope": "token"}``
+``QUADS_QAT_ACTIVATION_SCALE``   ``per_token`` or ``static``, the input scales of the checkpoint
+``QUADS_QAT_ACTIVATION_RECIPE``  the arithmetic of activations: ``aligned``, ``transformer-engine``, ...
+===============================  ====================================================================================
+
+Where nothing is said, a W4A4 checkpoint gets the defaults of ``load_rollout``, and a W4A16 one stays with vLLM's own
+kernels, as it stays weight-only there.
+
+How it gets in: ``register_linear_kernel`` is vLLM's public hook. It puts a kernel behind all others, and vLLM does not
+look there for W4A16, under ``--linear-backend`` or with VLLM_BATCH_INVARIANT; for experts there is no such hook. So the
+functions that choose kernels are replaced, in the modules that import them (:data:`PATCHES`), by ones that ask
+:func:`serving` first. :func:`unregister` undoes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from quads_qat import dialects
+from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, ResidualScope
+from quads_qat.contract import KEY, Contract, RolloutPolicy
+
+TESTED = ("0.33",)
+"""Releases of vLLM whose code was run with this plugin: ``make test-engines``."""
+
+SWITCH, RESIDUAL = "QUADS_QAT_VLLM", "QUADS_QAT_RESIDUAL"
+SCALE, RECIPE = "QUADS_QAT_ACTIVATION_SCALE", "QUADS_QAT_ACTIVATION_RECIPE"
+
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
+LINEARS, EXPERTS = "init_nvfp4_linear_kernel", "select_nvfp4_moe_backend"
+PATCHES: tuple[tuple[str, str, Dialect], ...] = (
+    (f"{_QUANTIZATION}.modelopt", LINEARS, Dialect.MODELOPT),
+    (f"{_QUANTIZATION}.modelopt", EXPERTS, Dialect.MODELOPT),
+    (f"{_COMPRESSED}.schemes.compressed_tensors_w4a4_nvfp4", LINEARS, Dialect.COMPRESSED_TENSORS),
+    (
+        f"{_COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4",
+        EXPERTS,
+        Dialect.COMPRESSED_TENSORS,
+    ),
+)
+"""(module of vLLM, function that it imported by name, dialect of the layers that it serves)."""
+
+_replaced: dict[tuple[str, str], Any] = {}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the linears and experts of a model compute.
+
+    Attributes:
+        recipe: how weights decode.
+        activation: how activations are quantized.
+        residual: what is compensated.
+        source: where it was said, for the log.
+    """
+
+    recipe: Recipe
+    activation: ActivationFormat
+    residual: ResidualConfig
+    source: str
+
+    def __str__(self) -> str:
+        r, a = self.residual, self.activation
+        chosen = f"fraction={r.fraction}, scope={r.scope}, norm={r.norm}, granularity={r.granularity}"
+        return f"activations {a.scale}, recipe {a.recipe}; residual {chosen} ({self.source}); weights {self.recipe}"
+
+
+def register() -> None:
+    """The entry point: with ``QUADS_QAT_VLLM`` set, put the plugin in. Any number of times; else vLLM is left alone.
+
+    Raises:
+        RuntimeError: a release of vLLM that was not tested (``QUADS_QAT_VLLM=force`` tries it), or one without the
+            functions that are replaced.
+        ValueError: a variable that means nothing.
+    """
+    switch = os.environ.get(SWITCH, "").strip().lower()
+    if switch in ("", "0", "false", "off"):
+        return
+    if switch not in ("1", "true", "on", "force"):
+        raise ValueError(f"{SWITCH} must be 1, 0 or force, got {switch!r}")
+    overrides()  # a mistake shows when the engine starts, not when it loads a layer
+    _require_tested(metadata.version("vllm"), force=switch == "force")
+    if _replaced:
+        return
+    found: dict[tuple[str, str], Any] = {
+        (module, name): getattr(import_module(module), name, None) for module, name, _ in PATCHES
+    }
+    missing = [f"{module}.{name}" for (module, name), function in found.items() if not callable(function)]
+    if missing:
+        raise RuntimeError(
+            f"quads_qat: vLLM {metadata.version('vllm')} has no {missing[0]}, which the plugin replaces; use vLLM "
+            f"{TESTED[-1]}, or unset {SWITCH}"
+        )
+    from quads_qat.integrations import vllm_kernels
+
+    vllm_kernels.register_with_vllm()
+    makers = {LINEARS: vllm_kernels.linear_chooser, EXPERTS: vllm_kernels.experts_chooser}
+    for module, name, dialect in PATCHES:
+        _replaced[module, name] = found[module, name]
+        setattr(import_module(module), name, makers[name](found[module, name], dialect))
+
+
+def unregister() -> None:
+    """Take the plugin out: models that are built from now on are vLLM's own."""
+    if not _replaced:
+        return
+    from quads_qat.integrations import vllm_kernels
+
+    for (module, name), function in _replaced.items():
+        setattr(import_module(module), name, function)
+    _replaced.clear()
+    vllm_kernels.unregister_from_vllm()
+
+
+def _require_tested(version: str, *, force: bool) -> None:
+    if not force and ".".join(version.split(".")[:2]) not in TESTED:
+        raise RuntimeError(
+            f"quads_qat: the vLLM plugin was tested with vLLM {', '.join(TESTED)}, got {version}; install one of them, "
+            f"set {SWITCH}=force to try this one, or unset {SWITCH}"
+        )
+
+
+def overrides(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the environment says: ``residual``, ``scale``, ``recipe``, each only where it says something.
+
+    Raises:
+        ValueError: names the variable.
+
+    >>> overrides({"QUADS_QAT_RESIDUAL": '{"fraction": 0.25}'})["residual"].fraction
+    0.25
+    """
+    environ = os.environ if environ is None else environ
+    readers: dict[str, tuple[str, Callable[[str], Any]]] = {
+        RESIDUAL: ("residual", lambda text: ResidualConfig(**json.loads(text))),
+        SCALE: ("scale", ActivationScale),
+        RECIPE: ("recipe", Recipe),
+    }
+    found = {}
+    for variable, (name, read) in readers.items():
+        if text := environ.get(variable, "").strip():
+            try:
+                found[name] = read(text)
+            except (TypeError, ValueError) as error:
+                example = '; e.g. {"fraction": 0.5, "scope": "token"}' if variable == RESIDUAL else ""
+                raise ValueError(f"{variable}={text!r} is not understood ({error}){example}") from None
+    return found
+
+
+def serving(config: Any, dialect: Dialect, *, weights_only: bool) -> Serving | None:
+    """What is to be computed for a checkpoint; None: what vLLM computes without the plugin.
+
+    Args:
+        config: the transformers config of the model, with config.json's ``quads_qat`` entry if it has one.
+        dialect: of the checkpoint.
+        weights_only: W4A16.
+
+    Raises:
+        ValueError: an entry that cannot be read, or a policy that an engine cannot follow.
+    """
+    entry = getattr(config, KEY, None)
+    contract = None if entry is None else Contract.from_json(entry, str(getattr(config, "_name_or_path", "the model")))
+    recipe = dialects.FOREIGN_RECIPES[dialect][0] if contract is None else contract.recipe
+    if not dialects.carries(dialect, recipe):
+        raise ValueError(
+            f"quads_qat: recipe '{recipe}' does not go with the {dialect} dialect; config.json was changed"
+        )
+    given, policy = overrides(), None if contract is None else contract.rollout
+    source = "of the environment" if given else "of config.json" if policy is not None else "by default"
+    if policy is None:
+        if weights_only and "residual" not in given and "scale" not in given:
+            return None
+        policy = RolloutPolicy()
+    activation = ActivationFormat(
+        scale=given.get("scale", policy.activation.scale), recipe=given.get("recipe", policy.activation.recipe)
+    )
+    chosen = Serving(recipe, activation, given.get("residual", policy.residual), source)
+    _require_servable(chosen, weights_only=weights_only)
+    return chosen
+
+
+def _require_servable(chosen: Serving, *, weights_only: bool) -> None:
+    """Rows of a batch must not depend on each other: an engine pads batches, and other requests join them."""
+    residual, scale = chosen.residual, chosen.activation.scale
+    if residual.fraction > 0 and residual.scope is ResidualScope.BATCH:
+        raise ValueError(
+            f"quads_qat: residual scope 'batch' {chosen.source}: the rows of other requests, and of padding, would "
+            f'choose the channels; set {RESIDUAL} to {{"scope": "token"}} or "block"'
+        )
+    if residual.fraction > 0 and residual.scope is ResidualScope.STATIC:
+        raise ValueError(
+            f"quads_qat: residual scope 'static' {chosen.source}: calibrated masks are not part of checkpoints; set "
+            f'{RESIDUAL} to {{"scope": "token"}} or "block"'
+        )
+    if scale is ActivationScale.PER_TENSOR:
+        raise ValueError(
+            f"quads_qat: activation scale 'per_tensor' {chosen.source}: it would depend on the rows of other requests "
+            f"and of padding; set {SCALE} to per_token or static"
+        )
+    if scale is ActivationScale.STATIC and weights_only:
+        raise ValueError(
+            f"quads_qat: activation scale 'static' {chosen.source}, but a W4A16 checkpoint has no input scales; set "
+            f"{SCALE}=per_token"
+        )

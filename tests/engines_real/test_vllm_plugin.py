@@ -1,0 +1,318 @@
+"""Contract under test: with the plugin, layers of the real vLLM compute the bits of our rollout modules, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from by_hand import tensors
+from engines.measure import trainer
+from torch import Tensor, nn
+
+import quads_qat as qq
+from engines_real import vllm_cpu
+from engines_real.vllm_cpu import Served, packed_modules
+from quads_qat.integrations import vllm as plugin
+from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
+
+DIALECTS = ["modelopt", "compressed-tensors"]
+RESIDUAL = qq.ResidualConfig(fraction=0.25, scope="token")
+SCHEMES = {"W4A16": "none", "W4A4": "observed"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group(tmp_path_factory: pytest.TempPathFactory) -> None:
+    vllm_cpu.prepare(tmp_path_factory.mktemp("group") / "first")
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("QUADS_QAT_VLLM", "1")
+    plugin.register()
+    yield
+    plugin.unregister()
+
+
+def exported(arch: str, path: Path, dialect: str, scheme: str = "W4A4", **how: Any) -> Path:
+    qq.export_checkpoint(trainer(arch)[0], path, dialect=dialect, activations=SCHEMES[scheme], **how)
+    return path
+
+
+def rows(k: int, count: int = 5, seed: int = 0) -> Tensor:
+    """Activations with outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, k, generator=generator)
+    return (x * torch.exp(2 * torch.randn(count, k, generator=generator))).bfloat16()
+
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+
+
+def of_rollout(rollout: nn.Module, name: str) -> list[nn.Module]:
+    """The modules of ours that vLLM's module ``name`` computes, in order."""
+    parent, _, leaf = name.rpartition(".")
+    found = [rollout.get_submodule(f"{parent}.{shard}") for shard in FUSED.get(leaf, (leaf,))]
+    assert all(isinstance(module, ResidualCompensatedLinear) for module in found)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ the bits
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("arch", ["llama", "qwen2_moe", "deepseek_v2"])
+def test_linears_have_the_bits_of_our_rollout(arch: str, dialect: str, scheme: str, tmp_path: Path) -> None:
+    path = exported(arch, tmp_path / "out", dialect, scheme, residual=RESIDUAL)
+    served, rollout = Served(path).load().finish(), qq.load_rollout(path)
+    seen = 0
+    for name in packed_modules(served.model):
+        module = served.model.get_submodule(name)
+        if name.endswith("experts"):
+            continue
+        for x in (
+            rows(module.input_size),
+            rows(module.input_size, 1, seed=1),
+            torch.zeros(2, module.input_size).bfloat16(),
+        ):
+            assert_same_bits(module(x)[0], torch.cat([ours(x) for ours in of_rollout(rollout, name)], -1), name)
+        seen += 1
+    assert seen >= 4
+
+
+def kernel_of(module: nn.Module) -> Any:
+    method: Any = module.quant_method
+    return method.kernel if hasattr(method, "kernel") else module.scheme.kernel  # pyright: ignore
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "deepseek_v2"])
+def test_experts_have_the_bits_of_our_rollout(
+    arch: str, dialect: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its grouped form, which is the one that a GPU runs: experts' outputs are added in that order."""
+    monkeypatch.setattr(ResidualCompensatedExperts, "grouped_on", staticmethod(lambda x: True))
+    path = exported(arch, tmp_path / "out", dialect, scheme, residual=RESIDUAL)
+    served, rollout = Served(path).load().finish(), qq.load_rollout(path)
+    theirs = [m for n, m in served.model.named_modules() if "w13_weight" in packed_modules(served.model).get(n, ())]
+    ours = [module for module in rollout.modules() if isinstance(module, ResidualCompensatedExperts)]
+    assert len(theirs) == len(ours) > 0
+    for engine, module in zip(theirs, ours, strict=True):
+        x, weights, chosen = rows(64, 7), torch.rand(7, 2), torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+        out = engine.quant_method.apply(engine, x, weights, chosen.int(), None, None)
+        assert_same_bits(out, module(x, chosen, weights), "experts")
+
+
+@pytest.mark.usefixtures("on")
+def test_experts_of_other_ranks_count_for_nothing(tmp_path: Path) -> None:
+    path = exported("qwen3_moe", tmp_path / "out", "modelopt", residual=RESIDUAL)
+    served = Served(path).load().finish()
+    engine: Any = next(m for n, m in served.model.named_modules() if n.endswith("routed_experts"))
+    x, weights, chosen = rows(64, 7), torch.rand(7, 2), torch.stack([torch.randperm(4)[:2] for _ in range(7)]).int()
+    kernel = engine.quant_method.moe_kernel
+
+    def run(weights: Tensor, expert_map: Tensor | None) -> Tensor:
+        stack = engine.w13_weight, engine.w2_weight
+        return kernel.apply(x, *stack, weights, chosen, engine.activation, 4, expert_map, False)
+
+    only_first = torch.tensor([0, 1, -1, -1], dtype=torch.int32)
+    assert_same_bits(run(weights, only_first), run(weights * (chosen < 2), None), "masked")
+
+
+# -------------------------------------------------------------------------------------------------------------- reload
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_new_weights_arrive_in_place_any_number_of_times(arch: str, dialect: str, scheme: str, tmp_path: Path) -> None:
+    first, other = (tmp_path / name for name in ("first", "other"))
+    model = trainer(arch)[0]
+    exported(arch, first, dialect, scheme, residual=RESIDUAL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    try:
+        exported(arch, other, dialect, scheme, residual=RESIDUAL)
+    finally:
+        trainer.cache_clear()
+    served = Served(first).load().finish()
+    before = outputs(served)
+    addresses = {name: tensor.data_ptr() for name, tensor in state(served.model).items()}
+    expected = outputs(Served(other).load().finish())
+    assert any(not torch.equal(before[name], expected[name]) for name in before)
+    for source, wanted in [(other, expected), (first, before), (other, expected)]:
+        served.reload(tensors(source).items())
+        after = outputs(served)
+        for name, out in after.items():
+            assert_same_bits(out, wanted[name], name)
+        assert addresses == {name: tensor.data_ptr() for name, tensor in state(served.model).items()}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {n: getattr(model.get_submodule(m), n) for m, ws in packed_modules(model).items() for n in ws} | dict(
+        model.named_parameters()
+    )
+
+
+def outputs(served: Served) -> dict[str, Tensor]:
+    """Of every packed module, for inputs that do not change."""
+    found = {}
+    for name, weights in packed_modules(served.model).items():
+        module: Any = served.model.get_submodule(name)
+        if weights == ("weight",):
+            found[name] = module(rows(module.input_size))[0]
+        else:
+            chosen = torch.tensor([[0, 1], [2, 3], [1, 3]], dtype=torch.int32)
+            found[name] = module.quant_method.apply(module, rows(64, 3), torch.full((3, 2), 0.5), chosen, None, None)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what it is told
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_without_the_variable_vllm_is_left_alone(dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUADS_QAT_VLLM", raising=False)
+    plugin.register()
+    path = exported("llama", tmp_path / "out", dialect, residual=RESIDUAL)
+    served = Served(path).load().finish()
+    kinds = {type(kernel_of(served.model.get_submodule(name))).__name__ for name in packed_modules(served.model)}
+    assert kinds == {"EmulationNvFp4LinearKernel"}
+
+
+def test_a_second_call_changes_nothing_and_all_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import import_module
+
+    def functions() -> list[Any]:
+        return [getattr(import_module(module), name) for module, name, _ in plugin.PATCHES]
+
+    before = functions()
+    monkeypatch.setenv("QUADS_QAT_VLLM", "1")
+    plugin.register()
+    inside = functions()
+    plugin.register()
+    assert functions() == inside
+    assert not set(inside) & set(before)
+    plugin.unregister()
+    plugin.unregister()
+    assert functions() == before
+
+
+def test_vllm_finds_it_by_its_entry_point(tmp_path: Path) -> None:
+    code = (
+        "import os; os.environ.pop('VLLM_PLUGINS', None)\n"
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.model_executor.layers.quantization import modelopt\n"
+        "print(modelopt.init_nvfp4_linear_kernel.__module__)"
+    )
+    environ = os.environ | {"QUADS_QAT_VLLM": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environ.pop("VLLM_PLUGINS")
+    command = [sys.executable, "-c", code]  # elsewhere: metadata of an older build may lie in the current directory
+    ran = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "quads_qat.integrations.vllm_kernels", ran.stderr
+
+
+def policy_of(path: Path) -> plugin.Serving:
+    served = Served(path)
+    return kernel_of(next(m for n, m in served.model.named_modules() if n.endswith("o_proj"))).chosen
+
+
+@pytest.mark.usefixtures("on")
+def test_the_environment_overrides_what_the_file_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = exported("llama", tmp_path / "out", "modelopt", residual=RESIDUAL)
+    assert policy_of(path).residual == RESIDUAL
+    monkeypatch.setenv(plugin.RESIDUAL, json.dumps({"fraction": 0.125, "scope": "block"}))
+    monkeypatch.setenv(plugin.SCALE, "static")
+    monkeypatch.setenv(plugin.RECIPE, "transformer-engine")
+    chosen = policy_of(path)
+    assert chosen.residual == qq.ResidualConfig(fraction=0.125, scope="block")
+    assert (chosen.activation.scale, chosen.activation.recipe) == ("static", "transformer-engine")
+
+
+@pytest.mark.usefixtures("on")
+def test_static_scales_are_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.SCALE, "static")
+    for dialect in DIALECTS:
+        path = exported("llama", tmp_path / dialect, dialect, residual=RESIDUAL)
+        served, rollout = Served(path).load().finish(), qq.load_rollout(path, activation_scale="static")
+        for name in packed_modules(served.model):
+            module, x = served.model.get_submodule(name), rows(64 if "down" not in name else 48)
+            expected = torch.cat([ours(x) for ours in of_rollout(rollout, name)], -1)
+            assert_same_bits(module(x)[0], expected, name)
+
+
+@pytest.mark.usefixtures("on")
+def test_what_others_wrote_gets_the_defaults_and_w4a16_stays_with_vllm(tmp_path: Path) -> None:
+    path = exported("llama", tmp_path / "out", "modelopt")
+    assert policy_of(path).residual == qq.ResidualConfig()  # W4A4, and nothing recorded
+    weights_only = exported("llama", tmp_path / "w4a16", "modelopt", "W4A16")
+    served = Served(weights_only)
+    assert type(kernel_of(next(m for n, m in served.model.named_modules() if n.endswith("o_proj")))).__name__ == (
+        "EmulationNvFp4LinearKernel"
+    )
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({plugin.RESIDUAL: '{"scope": "batch"}'}, "scope 'batch' of the environment: the rows of other requests"),
+        ({plugin.RESIDUAL: '{"scope": "static"}'}, "calibrated masks are not part of checkpoints"),
+        ({plugin.SCALE: "per_tensor"}, "activation scale 'per_tensor' of the environment"),
+        ({plugin.RESIDUAL: "0.5"}, r"QUADS_QAT_RESIDUAL='0.5' is not understood .*e.g. {"),
+        ({plugin.SCALE: "row"}, "QUADS_QAT_ACTIVATION_SCALE='row' is not understood"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(
+    variables: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = exported("llama", tmp_path / "out", "modelopt", residual=RESIDUAL)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        Served(path)
+
+
+@pytest.mark.usefixtures("on")
+def test_experts_with_static_scales_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = exported("mixtral", tmp_path / "out", "modelopt", residual=RESIDUAL)
+    monkeypatch.setenv(plugin.SCALE, "static")
+    with pytest.raises(ValueError, match="only a reciprocal"):
+        Served(path)
+
+
+@pytest.mark.usefixtures("on")
+def test_a_scale_that_was_not_loaded_is_noticed(tmp_path: Path) -> None:
+    path = exported("qwen3_moe", tmp_path / "out", "modelopt", residual=RESIDUAL)
+    for lost in (
+        "model.layers.0.self_attn.o_proj.weight_scale_2",
+        "model.layers.1.mlp.experts.2.down_proj.weight_scale_2",
+    ):
+        stored = {name: tensor for name, tensor in tensors(path).items() if name != lost}
+        with pytest.raises(ValueError, match=r"must hold powers of two, as recipe 'aligned' makes them, got \[nan\]"):
+            Served(path).load(stored.items()).finish()
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin.metadata, "version", lambda name: "0.34.1")
+    monkeypatch.setenv("QUADS_QAT_VLLM", "1")
+    with pytest.raises(RuntimeError, match=r"tested with vLLM 0.33, got 0.34.1; .*QUADS_QAT_VLLM=force"):
+        plugin.register()
+    monkeypatch.setenv("QUADS_QAT_VLLM", "yes please")
+    with pytest.raises(ValueError, match="must be 1, 0 or force"):
+        plugin.register()
