@@ -154,8 +154,10 @@ def _load(model: Path | str, device: torch.device, experts: str = "grouped_mm") 
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, experts_implementation=experts)
-    return loaded.to(device).eval()
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, experts_implementation=experts
+    )
+    return loaded.eval().to(device)  # pyright: ignore[reportArgumentType]
 
 
 def _sync_of(arm: Arm, trainer: nn.Module, rollout: nn.Module, masters: bool) -> Callable[[], None]:
@@ -164,7 +166,8 @@ def _sync_of(arm: Arm, trainer: nn.Module, rollout: nn.Module, masters: bool) ->
 
         @torch.no_grad()
         def copy() -> None:
-            torch._foreach_copy_([target[name] for name in source], list(source.values()))
+            for name, parameter in source.items():
+                target[name].copy_(parameter)
 
         return copy
     if arm.trainer is None or (masters and arm.weight_scale is WeightScale.DYNAMIC):

@@ -43,8 +43,10 @@ def smooth(numbers: list[float]) -> list[float]:
     return [fmean(numbers[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(numbers))]
 
 
-def gap_by_arm(runs: Runs, path: Path) -> Path:
+def gap_by_arm(runs: Runs, path: Path) -> Path | None:
     """Mean gap, max gap and accuracy over the steps: the mean of the seeds, and from the least to the most of them."""
+    if not any(arm in runs for arm in LABELS):
+        return None
     plt = _pyplot()
     panels = {
         "gap_mean": "mean gap of sampled tokens",
@@ -77,35 +79,42 @@ def _line(axis: Any, seeds: dict[int, list[dict[str, Any]]], name: str, label: s
     axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, lw=0)
 
 
-def gap_by_k(runs: Runs, quality: Path | None, path: Path) -> Path:
-    """The gap by the share of channels: over a whole RL run, and on SmolLM2-135M if it was measured."""
+def gap_by_k(runs: Runs, quality: Path, path: Path) -> Path | None:
+    """The gap by the share of channels: over whole runs of RL, and on SmolLM2-135M; what was measured of them."""
     plt = _pyplot()
-    figure, axes = plt.subplots(1, 2 if quality else 1, figsize=(9 if quality else 5, 3.4), layout="constrained")
-    axes = list(axes) if quality else [axes]
-    for scope, names in _by_fraction(runs).items():
-        points = [
-            (k, fmean(fmean(values(r, "gap_mean")) for r in runs[arm].values())) for k, arm in names if arm in runs
-        ]
-        axes[0].plot(*zip(*points, strict=True), marker="o", ms=4, label=scope)
-    if "bf16" in runs:
-        floor = fmean(fmean(values(r, "gap_mean")) for r in runs["bf16"].values())
-        axes[0].axhline(floor, color="0.45", lw=1, ls="--", label="BF16 / BF16")
-    axes[0].set_title("RL on a 7 M parameter MoE: mean gap over all steps")
-    if quality:
+    trained, measured = _by_fraction(runs), quality.exists()
+    panels = [bool(trained), measured]
+    if not any(panels):
+        return None
+    figure, axes = plt.subplots(1, sum(panels), figsize=(4.8 * sum(panels), 3.4), layout="constrained", squeeze=False)
+    remaining = list(axes[0])
+    if trained:
+        axis = remaining.pop(0)
+        for scope, names in trained.items():
+            points = [(k, _whole_mean(runs, arm)) for k, arm in names if arm in runs]
+            axis.plot(*zip(*points, strict=True), marker="o", ms=4, label=scope)
+        if "bf16" in runs:
+            axis.axhline(_whole_mean(runs, "bf16"), color="0.45", lw=1, ls="--", label="BF16 / BF16")
+        axis.set_title("RL on a 7 M parameter MoE: mean gap of all steps")
+    if measured:
+        axis = remaining.pop(0)
         records = [json.loads(line) for line in quality.read_text().splitlines()[1:]]
         shared = [r for r in records if r["fraction"] in (0.0, 1.0)]
         for scope in ("token", "batch"):
             own = [r for r in records if key(r) in (f"{scope}, channels", f"{scope}, channels l2")]
             line = sorted([*own, *shared], key=lambda r: r["fraction"])
-            axes[1].plot(
-                [100 * r["fraction"] for r in line], [r["kl_exact"] for r in line], marker="o", ms=4, label=scope
-            )
-        axes[1].set_title("SmolLM2-135M: KL(rollout, same weights)")
-    for axis in axes:
+            percents, gaps = [100 * r["fraction"] for r in line], [r["kl_exact"] for r in line]
+            axis.plot(percents, gaps, marker="o", ms=4, label=scope)
+        axis.set_title("SmolLM2-135M: KL(rollout, same weights)")
+    for axis in axes[0]:
         axis.set_yscale("log")
         axis.set_xlabel("channels compensated, %")
         axis.legend(frameon=False, fontsize=8)
     return _save(plt, figure, path)
+
+
+def _whole_mean(runs: Runs, arm: str) -> float:
+    return fmean(fmean(values(records, "gap_mean")) for records in runs[arm].values())
 
 
 def _by_fraction(runs: Runs) -> dict[str, list[tuple[float, str]]]:
@@ -156,7 +165,7 @@ def kernel_speed(results: Path, path: Path) -> Path:
     right.barh(list(bars), list(bars.values()), color=["C0" if "ours" in label else "0.7" for label in bars])
     right.axvline(1.0, color="0.45", lw=1, ls="--")
     right.invert_yaxis()
-    right.set_title("bandwidth as a share of a copy's, [16384, 8192]")
+    right.set_title("bandwidth of a copy = 1, [16384, 8192]")
     return _save(plt, figure, path)
 
 
@@ -180,12 +189,13 @@ def table_under(markdown: str, heading: str) -> list[dict[str, str]]:
 
 
 def draw_all(results: Path, markdown: Path, out: Path) -> list[Path]:
-    """Every figure whose data is there."""
-    logs = [results / "rl" / f"{name}.jsonl" for name in ("main", "ablations")]
-    runs = runs_of(record for log in logs if log.exists() for record in read_log(log)[1])
-    quality = results / "residual-quality.jsonl"
-    return [
-        gap_by_arm(runs, out / "rl-gap.svg"),
-        gap_by_k(runs, quality if quality.exists() else None, out / "gap-by-k.svg"),
-        kernel_speed(markdown, out / "kernel-speed.svg"),
-    ]
+    """Every figure whose data is there: one of the gap for the log of each engine, and those of all."""
+    logs = {path.stem: runs_of(read_log(path)[1]) for path in sorted((results / "rl").glob("*.jsonl"))}
+    drawn = []
+    for name in ("main", "engine"):
+        runs = {arm.removesuffix("/bf16"): seeds for arm, seeds in logs.get(name, {}).items()}
+        drawn.append(gap_by_arm(runs, out / f"rl-gap-{name}.svg"))
+    together = logs.get("main", {}) | logs.get("ablations", {})
+    drawn.append(gap_by_k(together, results / "residual-quality.jsonl", out / "gap-by-k.svg"))
+    drawn.append(kernel_speed(markdown, out / "kernel-speed.svg"))
+    return [path for path in drawn if path is not None]

@@ -128,7 +128,7 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.grad_clip)
         self.adam.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.live, self.masters)
+            torch._foreach_copy_(self.live, self.masters)  # pyright: ignore
         return norm
 
 

@@ -65,7 +65,7 @@ def rl(
     )
     if smoke:
         settings, seeds = replace(settings, **SMOKE), 1
-    header = {"study": study, "seeds": seeds} | asdict(settings) | {"model": Path(settings.model).name}
+    header: Record = {"study": study, "seeds": seeds} | asdict(settings) | {"model": Path(settings.model).name}
     report = RLReport(title_of(header), settings.prompts * settings.samples, "samples", PACKAGES, header)
     if log is not None:
         _start_log(log, header | {"machine": report.machine, "versions": report.versions, "date": _today()})

@@ -109,12 +109,13 @@ class RLReport(Report):
 
     @property
     def versions(self) -> dict[str, str]:
-        return self.settings.get("versions") or super().versions
+        logged: Any = self.settings.get("versions")
+        return logged or super().versions
 
     @property
     def machine(self) -> str:
         if "machine" in self.settings:
-            return self.settings["machine"]
+            return str(self.settings["machine"])
         on_gpu = self.settings.get("device") == "cuda" and torch.cuda.is_available()
         return torch.cuda.get_device_name() if on_gpu else super().machine
 
