@@ -86,7 +86,7 @@ def _ablations() -> tuple[Arm, ...]:
 _KEY_ARMS = MAIN[:5]
 STUDIES = {
     "main": MAIN,
-    "engine": tuple(replace(arm, name=f"{arm.name}/bf16", engine=torch.bfloat16) for arm in _KEY_ARMS),
+    "engine": tuple(replace(arm, name=f"{arm.name}/bf16", engine=torch.bfloat16) for arm in MAIN),
     "ablations": _ablations(),
     "stress": tuple(replace(arm, name=f"{arm.name}@x{rate:g}", rate=rate) for rate in (2.0, 3.0) for arm in _KEY_ARMS),
 }
