@@ -98,10 +98,10 @@ def check_recipe(recipe: Recipe, dialect: Dialect) -> None:
 
 
 def stored(p: Tensor, own_form: Tensor, recipe: Recipe, dialect: Dialect) -> Tensor:
-    """A per-tensor scale in the dialect's direction and shape: [] or [1] float32."""
+    """Per-tensor scales in the dialect's direction, float32 of any shape."""
     if dialect is Dialect.MODELOPT:
-        return p.reshape(())
-    return (own_form if recipe is Recipe.LLM_COMPRESSOR else p.reciprocal()).reshape(1)
+        return p
+    return own_form if recipe is Recipe.LLM_COMPRESSOR else p.reciprocal()
 
 
 def write(name: str, q: NVFP4Tensor, dialect: Dialect, *, transposed: bool = False) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def write(name: str, q: NVFP4Tensor, dialect: Dialect, *, transposed: bool = Fal
     return {
         names.qdata: qdata.clone(memory_format=torch.contiguous_format),
         names.block_scale: block_scale.clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
-        names.scale: stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).clone(),
+        names.scale: stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).reshape(scale_shape(dialect)).clone(),
     }
 
 
@@ -145,12 +145,16 @@ def one_number(name: str, stored: Tensor) -> Tensor:
     Raises:
         ValueError: several numbers or none, a dtype that is no float of at most 32 bits, NaN, inf, zero or negative.
     """
+    scale = _number(name, stored)
+    if not bool(torch.isfinite(scale) & (scale > 0)):
+        raise ValueError(f"{name} must be one finite number > 0, got [{scale.item()}]")
+    return scale
+
+
+def _number(name: str, stored: Tensor) -> Tensor:
     if stored.numel() != 1 or stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{name} must be one float32 number, got {stored.dtype} {list(stored.shape)}")
-    scale = stored.float().reshape(())
-    if not bool(torch.isfinite(scale) & (scale > 0)):
-        raise ValueError(f"{name} must be one finite number > 0, got {stored.flatten().tolist()}")
-    return scale
+    return stored.float().reshape(())
 
 
 def amax_of_input_scale(name: str, stored: Tensor, dialect: Dialect) -> Tensor:
@@ -166,8 +170,55 @@ def amax_of_input_scale(name: str, stored: Tensor, dialect: Dialect) -> Tensor:
     return amax
 
 
-def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe, *, transposed: bool) -> NVFP4Tensor:
-    """Undo :func:`write`; blocks end up along the last dim.
+class UnseenScales:
+    """Scales that were read without a look at their values: a look waits for the device, so one is taken for many."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self._items: list[tuple[TensorNames, Tensor, Tensor]] = []
+
+    def add(self, names: TensorNames, scale: Tensor, block_scale: Tensor) -> None:
+        """The scales of one weight: [] float32 as it is stored, and those of its blocks."""
+        self._items.append((names, scale, block_scale.view(torch.uint8).amax()))
+
+    def require_sound(self) -> None:
+        """Look at all that were added since the last look.
+
+        Raises:
+            ValueError: a scale that is NaN, infinite, zero or negative, or that its dialect stores as the reciprocal
+                of such a number: the first, by name.
+        """
+        items, self._items = self._items, []
+        if not items:
+            return
+        scales, largest = torch.stack([item[1] for item in items]), torch.stack([item[2] for item in items])
+        p = scales if self.dialect is Dialect.MODELOPT else scales.reciprocal()
+        given, decoded = (torch.isfinite(x) & (x > 0) for x in (scales, p))
+        sound = given & decoded & (largest <= 0x7E)
+        if bool(sound.all()):
+            return
+        i = sound.tolist().index(False)
+        names = items[i][0]
+        if not given[i]:
+            raise ValueError(f"{names.scale} must be one finite number > 0, got [{scales[i].item()}]")
+        if largest[i] > 0x7E:
+            raise ValueError(
+                f"{names.block_scale} holds NaN or negative scales; the checkpoint is damaged or was made from "
+                "non-finite weights"
+            )
+        raise ValueError(f"{names.scale} is {scales[i].item()}, whose reciprocal is no finite number > 0")
+
+
+def read(
+    name: str,
+    tensors: dict[str, Tensor],
+    dialect: Dialect,
+    recipe: Recipe,
+    *,
+    transposed: bool,
+    unseen: UnseenScales | None = None,
+) -> NVFP4Tensor:
+    """Undo :func:`write`; blocks end up along the last dim. ``unseen`` takes the scales to look at them later.
 
     Raises:
         ValueError: a scale that is missing, NaN, zero or negative, or tensors of a wrong dtype or shape.
@@ -182,20 +233,17 @@ def read(name: str, tensors: dict[str, Tensor], dialect: Dialect, recipe: Recipe
             f"{names.qdata} must be uint8 and {names.block_scale} float8_e4m3fn, got {qdata.dtype} and "
             f"{block_scale.dtype}"
         )
-    scale = one_number(names.scale, scale)
-    if bool((block_scale.view(torch.uint8) > 0x7E).any()):
-        raise ValueError(
-            f"{names.block_scale} holds NaN or negative scales; the checkpoint is damaged or was made from non-finite "
-            "weights"
-        )
+    scale = _number(names.scale, scale)
+    looked_at = UnseenScales(dialect) if unseen is None else unseen
+    looked_at.add(names, scale, block_scale)
+    if unseen is None:
+        looked_at.require_sound()
     if transposed:
         qdata, block_scale = (
             qdata.mT.contiguous(),
             block_scale.view(torch.uint8).mT.contiguous().view(block_scale.dtype),
         )
     p = scale if dialect is Dialect.MODELOPT else scale.reciprocal()
-    if not bool(torch.isfinite(p) & (p > 0)):
-        raise ValueError(f"{names.scale} is {scale.item()}, whose reciprocal is no finite number > 0")
     return NVFP4Tensor(qdata, block_scale, p, recipe, scale if recipe is Recipe.LLM_COMPRESSOR else p)
 
 

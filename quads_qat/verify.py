@@ -1,4 +1,4 @@
-"""Comparison, tensor by tensor and bit by bit: model against checkpoint, source against checkpoint, two checkpoints."""
+"""Comparison, tensor by tensor and bit by bit: a model, or the source, against a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
 from quads_qat.load import Checkpoint
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.record import changed_files
 from quads_qat.scale_groups import activation_key, whole
 from quads_qat.verify_config import announcement_differences, as_config, model_differences
 from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales
@@ -128,7 +129,17 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     config: Any = getattr(root, "config", None)
     if hasattr(config, "to_dict"):
         report.differences |= model_differences(config.to_dict(), checkpoint.reader.path, root)
+    _compare_files(report, checkpoint)
     return report.raise_if_different()
+
+
+def _compare_files(report: Report, checkpoint: Checkpoint) -> None:
+    """Shards whose bytes are others than were written, where that is not explained by a tensor that differs.
+
+    A scale of activations that nobody can compute anew, say.
+    """
+    if report.ok:
+        report.differences |= changed_files(checkpoint.reader.path)
 
 
 def _observed_scales(checkpoint: Checkpoint, conversion: Conversion, plan: Plan) -> dict[str, Tensor]:
@@ -236,6 +247,7 @@ def verify_checkpoint(
     listed = [config.get("architectures") for config in (checkpoint.reader.config, reader.config)]
     if listed[0] != listed[1]:
         report.differences["config.json: architectures"] = f"{listed[0]!r} against {listed[1]!r}"
+    _compare_files(report, checkpoint)
     return report
 
 
@@ -271,7 +283,9 @@ def _compare_quantized(
         return
     names = checkpoint.tensor_names(disk.name)
     p, own = ops.scale_from_amax(amax.cpu(), recipe=checkpoint.recipe)
-    scale = dialects.stored(p, own, checkpoint.recipe, checkpoint.dialect)
+    scale = dialects.stored(p, own, checkpoint.recipe, checkpoint.dialect).reshape(
+        dialects.scale_shape(checkpoint.dialect)
+    )
     if how := difference(ops.dequantize(q, expected.dtype), expected):
         report.differences[disk.name] = how
         return

@@ -173,8 +173,9 @@ def _stream(root: nn.Module, plan: Plan, dialect: Dialect, source: _Source) -> I
     for layer in by_layer([*parts, *source.rest, *extra]).values():
         for parameter in (name for name in layer if name in parts):
             q = source.quantize(parts[parameter][0].weight)
+            _require_decodable(parts[parameter][0], q, dialect)
             for disk in parts[parameter]:
-                yield from emit(disk, disk.of_parameter(q), dialect, source.scales)
+                yield from _tensors(disk, disk.of_parameter(q), dialect, source.scales)
             del q
         yield from _rest_of_layer(root, {n: source.rest[n] for n in layer if n in source.rest}, biases)
         yield from ((name, extra[name].clone()) for name in layer if name in extra)
@@ -182,24 +183,34 @@ def _stream(root: nn.Module, plan: Plan, dialect: Dialect, source: _Source) -> I
 
 def emit(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect, scales: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one quantized weight, its activation scale included if there is one."""
-    written = dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed)
-    if not q.qdata.is_meta:
-        _require_decodable(disk, q, written[dialects.tensor_names(disk.name, dialect).scale])
-    yield from written.items()
+    _require_decodable(disk, q, dialect)
+    yield from _tensors(disk, q, dialect, scales)
+
+
+def _tensors(
+    disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect, scales: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    yield from dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed).items()
     input_scale = dialects.tensor_names(disk.name, dialect).input_scale
     if input_scale in scales:
         yield input_scale, scales[input_scale].clone()
 
 
-def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, scale: Tensor) -> None:
-    if not bool(torch.isfinite(scale) & (scale > 0)):
+def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect) -> None:
+    """Refuse a weight, or a stack of them of which ``disk`` is one, that engines could not decode to finite numbers."""
+    if q.qdata.is_meta:
+        return
+    scales = dialects.stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).flatten()
+    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+        worst = next(scale for scale in scales.tolist() if not 0 < scale < float("inf"))
         raise ValueError(
-            f"{disk.name}: its per-tensor scale would be {scale.item()}, which no engine can use; the weights are too "
+            f"{disk.name}: its per-tensor scale would be {worst}, which no engine can use; the weights are too "
             f"small for recipe '{q.recipe}', use 'aligned'"
         )
     if disk.weight.format.export_dtype != torch.float16:
         return
-    if not bool(torch.isfinite(ops.dequantize(q, torch.float16)).all()):
+    experts = [q] if q.qdata.ndim == 2 else [q.expert(i) for i in range(q.shape[0])]  # one decoded expert at a time
+    if not bool(torch.stack([torch.isfinite(ops.dequantize(one, torch.float16)).all() for one in experts]).all()):
         raise ValueError(
             f"{disk.name}: fp16 weights from 64544 up decode to inf in fp16; clip them, or train and export in bf16"
         )
@@ -291,7 +302,7 @@ def input_scales(
                 )
             amax = observer.amax.to(disk.weight.format.export_dtype)
             p, own = ops.scale_from_amax(amax, recipe=conversion.recipe)
-            of_group[group] = dialects.stored(p, own, conversion.recipe, dialect)
+            of_group[group] = dialects.stored(p, own, conversion.recipe, dialect).reshape(dialects.scale_shape(dialect))
         scales[dialects.tensor_names(disk.name, dialect).input_scale] = of_group[group]
     return scales
 

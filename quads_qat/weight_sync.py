@@ -207,7 +207,10 @@ class _Sync:
         self.staged: dict[str, Tensor] = {}  # parameters in high precision; quantized ones wait for their scale group
         self.ready: dict[str, NVFP4Tensor | Tensor] = {}  # complete, checked, waiting for its layer
         self.written: set[str] = set()
+        self.unseen: dialects.UnseenScales | None = None
+        self.aligned: list[tuple[DiskWeight, Tensor]] = []  # per-tensor scales that nobody has looked at either
         self.scales: dict[tuple[str, int | None], Tensor] = {}
+        self.places: dict[str, tuple[torch.Size, torch.device]] = {}  # of packed parameters
         self.input_amaxes: dict[str, list[Tensor]] = {}
         self.groups: dict[str, list[Weight]] = {}
         for weight in conversion.weights.values():
@@ -232,37 +235,58 @@ class _Sync:
         self.report.tensors += place != []
 
     def _take_packed(self, name: str, disk: DiskWeight, tensor: Tensor) -> None:
-        weight = disk.weight
-        here = module_of(self.root, weight).packed(weight.parameter)
+        weight, recipe = disk.weight, self.conversion.recipe
+        if weight.name not in self.places:
+            here = module_of(self.root, weight).packed(weight.parameter)
+            self.places[weight.name] = here.shape, here.device
+        shape, device = self.places[weight.name]
         held = self.parts.setdefault(disk.name, {})
-        held[name] = tensor.to(here.device, copy=True)
+        held[name] = tensor.to(device, copy=True)
         if len(held) < 3:
             return
         del self.parts[disk.name]
-        dialect, recipe = self.ledger.dialect, self.conversion.recipe
+        dialect = self.ledger.dialect
         assert dialect is not None
-        q = dialects.read(disk.name, held, dialect, recipe, transposed=disk.stored_transposed)
+        if self.unseen is None:
+            self.unseen = dialects.UnseenScales(dialect)
+        q = dialects.read(disk.name, held, dialect, recipe, transposed=disk.stored_transposed, unseen=self.unseen)
         if recipe is Recipe.ALIGNED:
-            self._require_aligned(disk, q.per_tensor_scale)
+            self.aligned.append((disk, q.per_tensor_scale))
         if weight.name not in self.assemblies:
-            self.assemblies[weight.name] = Assembly(weight, here.shape, here.device)
+            self.assemblies[weight.name] = Assembly(weight, shape, device)
         self.assemblies[weight.name].add(disk, q)
         if self.ledger.complete(weight.name):
             self._finish_packed(weight, self.assemblies.pop(weight.name).finish())
 
-    def _require_aligned(self, disk: DiskWeight, scale: Tensor) -> None:
+    def _require_sound_scales(self) -> None:
+        """Of all weights that have come: looked at together, once a layer, since a look waits for the device."""
+        if self.unseen is not None:
+            try:
+                self.unseen.require_sound()
+            except ValueError as error:
+                raise ValueError(f"update_weights: {error}") from error
+        if self.aligned:
+            self._require_aligned()
+
+    def _require_aligned(self) -> None:
         """The recipe that only this package writes: scales are powers of two, and shared in a scale group."""
-        if float(torch.frexp(scale)[0]) != 0.5:
-            raise ValueError(
-                f"update_weights: the per-tensor scale of {disk.name} must be a power of two (recipe 'aligned'), got "
-                f"{scale.item()}; the trainer has another recipe than the rollout"
-            )
-        shared = self.scales.setdefault(disk.scale_key, scale)
-        if not bool(shared == scale):
-            raise ValueError(
-                f"update_weights: the per-tensor scale of {disk.name} is {scale.item()}, that of others in its scale "
-                f"group {disk.weight.group} {shared.item()}; they must share one, from one step of one trainer"
-            )
+        came, self.aligned = self.aligned, []
+        scales = torch.stack([scale for _, scale in came])
+        shared = torch.stack([self.scales.setdefault(disk.scale_key, scale) for disk, scale in came])
+        powers = torch.frexp(scales)[0] == 0.5
+        if bool((powers & (scales == shared)).all()):
+            return
+        for (disk, scale), is_power, group in zip(came, powers, shared, strict=True):
+            if not is_power:
+                raise ValueError(
+                    f"update_weights: the per-tensor scale of {disk.name} must be a power of two (recipe 'aligned'), "
+                    f"got {scale.item()}; the trainer has another recipe than the rollout"
+                )
+            if scale != group:
+                raise ValueError(
+                    f"update_weights: the per-tensor scale of {disk.name} is {scale.item()}, that of others in its "
+                    f"scale group {disk.weight.group} {group.item()}; they must share one, from one step of one trainer"
+                )
 
     def _take_input_scale(self, name: str, disk: DiskWeight, tensor: Tensor) -> None:
         assert self.ledger.dialect is not None
@@ -322,6 +346,7 @@ class _Sync:
         try:
             self._finish(weight.name, module_of(self.root, weight).fit_packed(weight.parameter, q))
         except ValueError as error:
+            self._require_sound_scales()  # says better what was wrong
             raise ValueError(f"update_weights: {weight.name}: {error}") from error
 
     def _finish(self, parameter: str, value: NVFP4Tensor | Tensor) -> None:
@@ -333,6 +358,7 @@ class _Sync:
             layer = [parameter]  # one that checkpoints do not hold: for itself
         elif any(name not in self.ready for name in layer):
             return
+        self._require_sound_scales()
         for name in layer:
             new = self.ready.pop(name)
             if isinstance(new, Tensor):
@@ -345,6 +371,7 @@ class _Sync:
     @torch.no_grad()
     def finish(self, strict: bool) -> SyncReport:
         """Nothing more comes."""
+        self._require_sound_scales()
         self.report.missing, self.report.unexpected = self.ledger.missing(), self.ledger.unexpected
         if strict:
             _require_complete(self.report.missing, self.report.unexpected, "the sync")
