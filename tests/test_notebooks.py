@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+TOUR = [path for path in NOTEBOOKS if path.stem[:2].isdigit()]
 NEEDED = {"rl_with_trl": ("trl", "nbclient", "ipykernel")}
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -18,16 +19,34 @@ def outputs(cell: dict[str, Any]) -> str:
     return "".join("".join(text) for text in texts)
 
 
+def figures(cell: dict[str, Any]) -> int:
+    return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
 @notebooks
 def test_a_notebook_holds_the_outputs_of_a_whole_run(path: Path):
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    code = code_cells(path)
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
     text = "\n".join(map(outputs, code))
     assert not re.search(r"(^|[\s\"'=(])/(home|root|tmp|work|Users)/", text), "a path of the machine it ran on"
     assert "Warning" not in text
-    assert path.stat().st_size < 1_000_000
+    assert re.search(r"torch \d.*\d CPU cores", text, re.DOTALL), "what it ran on"
+    assert re.search(r"this notebook took \d+ s", text)
+    assert path.stat().st_size < 300_000
+
+
+def test_the_tour_is_whole_has_figures_and_is_short():
+    assert [path.stem[:2] for path in TOUR] == ["01", "02", "03", "04"]
+    assert all(sum(map(figures, code_cells(path))) >= 1 for path in TOUR)
+    seconds = [re.search(r"(\d+) s of CPU time", "".join(map(outputs, code_cells(path)))) for path in TOUR]
+    assert sum(int(found[1]) for found in seconds if found) < 240
+    assert all(seconds)
 
 
 @notebooks
@@ -39,7 +58,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path):
     from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
     notebook = nbformat.read(path, 4)
-    stored = [outputs(cell) for cell in notebook.cells]
+    stored = [(bool(outputs(cell)), figures(cell)) for cell in notebook.cells]
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
-    assert [bool(outputs(cell)) for cell in notebook.cells] == [bool(text) for text in stored]
+    assert [(bool(outputs(cell)), figures(cell)) for cell in notebook.cells] == stored
