@@ -14,8 +14,7 @@ from typing import Any
 from quads_qat.config import Dialect
 
 ENGINES: dict[str, str] = {
-    "vLLM": "mid-2026: quantization/modelopt.py at 00155cde, compressed_tensors_moe_w4a4_nvfp4.py at 08f95fe5, "
-    "fused_moe/routed_experts.py at 002d6073, kernels/linear/__init__.py at 006fc898",
+    "vLLM": "0.33.0; its own classes are run as well: `make test-engines`",
     "SGLang": "0.5.23",
     "TensorRT-LLM": "mid-2026: _torch/model_config.py at 008e0af8, _torch/modules/linear.py at 00bbf71e",
 }
@@ -63,7 +62,8 @@ class Limit:
     """One thing that an engine is known not to load.
 
     Attributes:
-        key: repository and number of the thread that says so, like ``vllm#46641``.
+        key: repository and number of the thread that says so, like ``vllm#46641``; where there is none, the file of
+            vLLM that does so, like ``vllm: models/jamba.py``.
         engine: a key of ``ENGINES``.
         reason: what the engine does instead.
         way_out: what to export for this engine.
@@ -79,6 +79,8 @@ class Limit:
     @property
     def link(self) -> str:
         """Where it is documented."""
+        if ": " in self.key:
+            return f"https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/{self.key.split(': ')[1]}"
         repository, number = self.key.split("#")
         return f"https://github.com/{_REPOSITORIES[repository]}/issues/{number}"
 
@@ -104,9 +106,74 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "vllm#45102",
         "vLLM",
-        "its output head has no parameters for scales",
-        "leave the head in high precision, as the default does",
-        lambda c: c.holds("lm_head.weight"),
+        "its output head has no parameters for scales of compressed-tensors",
+        "leave the head in high precision, as the default does, or use dialect='modelopt'",
+        lambda c: c.dialect is Dialect.COMPRESSED_TENSORS and c.holds("lm_head.weight"),
+    ),
+    Limit(
+        "vllm: models/gpt_oss.py",
+        "vLLM",
+        "for gpt-oss in the compressed-tensors dialect it has no biases of single experts",
+        "use dialect='modelopt' with exclude=['*.experts']",
+        lambda c: c.dialect is Dialect.COMPRESSED_TENSORS and c.is_type("gpt_oss") and c.holds(".down_proj.weight"),
+    ),
+    Limit(
+        "vllm: models/afmoe.py",
+        "vLLM",
+        "for AFMoE and EXAONE-MoE in the ModelOpt dialect its output head has no name that a list could leave out",
+        "use dialect='compressed-tensors', or quantize the head too, include=['lm_head']",
+        lambda c: c.dialect is Dialect.MODELOPT and c.is_type("afmoe", "exaone_moe") and not c.holds("lm_head.weight"),
+    ),
+    Limit(
+        "vllm: models/llama4.py",
+        "vLLM",
+        "for text-only Llama 4 in the ModelOpt dialect its loader knows no scales of 3-D experts",
+        "leave the experts in high precision, exclude=['*.experts'], or use dialect='compressed-tensors'",
+        lambda c: c.dialect is Dialect.MODELOPT and c.is_type("llama4_text") and not c.is_type("llama4") and c.stacks,
+    ),
+    Limit(
+        "vllm: models/glm4_1v.py",
+        "vLLM",
+        "for GLM-4.5V in the compressed-tensors dialect it takes the vision tower's qkv for quantized",
+        "use dialect='modelopt'",
+        lambda c: c.dialect is Dialect.COMPRESSED_TENSORS and c.is_type("glm4v_moe"),
+    ),
+    Limit(
+        "vllm: models/granitemoehybrid.py",
+        "vLLM",
+        "for Granite hybrids in the compressed-tensors dialect its loader does not find the experts' input scales",
+        "use dialect='modelopt'",
+        lambda c: c.dialect is Dialect.COMPRESSED_TENSORS and c.is_type("granitemoehybrid") and not c.weights_only,
+    ),
+    Limit(
+        "vllm: layers/mamba/mamba_mixer.py",
+        "vLLM",
+        "for Jamba the projections of its Mamba layers are never quantized",
+        "leave these in high precision, exclude=['*.mamba.*']",
+        lambda c: c.is_type("jamba") and c.holds(".mamba.in_proj.weight", ".mamba.x_proj.weight"),
+    ),
+    Limit(
+        "vllm: models/longcat_flash.py",
+        "vLLM",
+        "for LongCat its loader has no place for the gate and up weights that transformers stores for zero experts, "
+        "quantized or not",
+        "take the tensors of experts beyond the routed ones out of the file",
+        lambda c: c.is_type("longcat_flash") and c.holds(".up_proj.weight"),
+    ),
+    Limit(
+        "vllm: models/openai_privacy_filter.py",
+        "vLLM",
+        "for OpenAI's privacy filter it has no scales of the score head and no biases of quantized experts",
+        "use dialect='modelopt' with exclude=['score', '*.experts']",
+        lambda c: c.is_type("openai_privacy_filter") and (c.stacks or c.holds("score.weight", ".down_proj.weight")),
+    ),
+    Limit(
+        "vllm: models/transformers/base.py",
+        "vLLM",
+        "PhiMoE runs as transformers' module there, whose router has another name than on disk and is taken for "
+        "quantized",
+        "use another engine",
+        lambda c: c.is_type("phimoe"),
     ),
     Limit(
         "sglang#33245",

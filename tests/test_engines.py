@@ -54,15 +54,16 @@ def test_every_known_refusal_is_in_the_table_or_tested_here() -> None:
     assert {limit.engine for limit in engine_limits.LIMITS} <= engine_limits.ENGINES.keys() == ENGINES.keys()
 
 
-def test_a_quantized_head_is_refused_by_vllm_and_export_says_so(tmp_path: Path) -> None:
+def test_a_quantized_head_is_refused_by_vllm_in_one_dialect_and_export_says_so(tmp_path: Path) -> None:
     model = tiny_model("qwen3", dtype=torch.bfloat16)
     qq.convert(model, "w4a16", include=["lm_head"])
     with pytest.warns(EngineWarning, match=r"vLLM does not load .* output head .*vllm/issues/45102"):
-        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
-    checkpoint = Checkpoint.read(tmp_path / "out")
+        qq.export_checkpoint(model, tmp_path / "packed", dialect="compressed-tensors")
     with pytest.raises(Refused, match=r"vllm#45102: .*lm_head"):
-        vllm.load(checkpoint)
-    assert "lm_head" in sglang.load(checkpoint).weights
+        vllm.load(Checkpoint.read(tmp_path / "packed"))
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    for engine in (vllm, sglang):
+        assert "lm_head" in engine.load(Checkpoint.read(tmp_path / "out")).weights
 
 
 def test_quantizing_a_checkpoint_warns_too(tmp_path: Path) -> None:

@@ -200,6 +200,13 @@ def fill(checkpoint: Checkpoint, shards: list[str], *, input_scale: float = torc
     return layer
 
 
+def decode_stack(checkpoint: Checkpoint, parameter: str) -> Tensor:
+    """float32 [E, K, N] of experts that ModelOpt keeps as one tensor [E, K/2, N]."""
+    codes, block, scale = (checkpoint.stored[f"{parameter}{end}"] for end in ("", "_weight_scale", "_weight_scale_2"))
+    experts = zip(codes.mT.contiguous(), block.view(torch.uint8).mT.contiguous().view(block.dtype), strict=True)
+    return torch.stack([decode(c, b, scale, divides=False).T for c, b in experts])
+
+
 def by_projection(checkpoint: Checkpoint, experts: dict[int, list[str]]) -> list[list[list[str]]]:
     """Of each fused parameter (w13, w2), the shards of every expert; a layer without gates has up alone in w13.
 

@@ -84,7 +84,9 @@ def measured(engine: str, checkpoint: Checkpoint, weights: dict[str, Tensor]) ->
     ending = "input_global_scale" if checkpoint.packed else "input_scale"
     assert loaded.input_scales.keys() == (packed if loaded.computes == "W4A4" else set())
     for name, scale in loaded.input_scales.items():
-        assert_same_bits(scale, checkpoint.stored[f"{name}.{ending}"].reshape(()), f"{engine}: {name}")
+        stored = checkpoint.stored.get(f"{name}.{ending}", checkpoint.stored.get(f"{name}_{ending}"))
+        assert stored is not None
+        assert_same_bits(scale, stored.reshape(()), f"{engine}: {name}")
     return "pass"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from engines_real.architectures import BUILT, NOT_BUILT
 from tiny_models import ARCHITECTURES
 
 from quads_qat.engine_limits import ENGINES, LIMITS
@@ -105,6 +106,9 @@ def page() -> str:
     for row in rows.values():
         if row.unfused:
             lines.append(f"- {row.arch}: " + ", ".join(f"`{leaf}`" for leaf in row.unfused))
+    lines += ["", _RUN.rstrip(), "", ", ".join(BUILT) + ".", "", "Not built there:", ""]
+    for reason in dict.fromkeys(NOT_BUILT.values()):
+        lines.append(f"- {', '.join(arch for arch in NOT_BUILT if NOT_BUILT[arch] == reason)}: {reason}")
     lines += ["", _GPU.rstrip(), "", *_gpu_table(), "", _RULES.strip(), ""]
     return "\n".join(lines)
 
@@ -131,20 +135,28 @@ _INTRODUCTION = """\
 # Which engine loads what
 
 Written by `python -m engines` (in `tests/`) from `tests/data/engines.csv`; the test suite compares both with emulators
-of what the engines do on load. No engine was run. The rules were read from:
+of what the engines do on load. No engine was run whole; vLLM's own layers and loaders were, [see below](#run-in-vllm).
+The rules were read from:
 
 {versions}
 
 Engines in a cell: **vLLM, SGLang, TensorRT-LLM**. ✓: by these rules the engine reads the config, takes for quantized
 what is, finds every tensor, and multiplies by exactly the weights, bit for bit, that the trainer multiplied by, with
-the activation scales of the file. It says nothing about whether the engine has the model, or about renaming inside the
-code of single models. A number is a known refusal, ? an unread rule, \\* see below. Whole models are quantized
-(`scope="all"`), but for what the last column names. `_vl` is a multimodal model where a text-only class exists too.
+the activation scales of the file. It says nothing about whether the engine has the model, or (but for what was run)
+about renaming inside the code of single models. A number is a known refusal, ? an unread rule, \\* see below. Whole
+models are quantized (`scope="all"`), but for what the last column names. `_vl` is a multimodal model where a text-only
+class exists too.
 """
 _STAR = """\
 \\* These have quantized linears of which it was not read whether engines fuse them with others; the table takes
 them for linears that stand alone. Linears that read the same input share one scale in our files, as in those of
 Model-Optimizer, so that a fusion of them changes no number."""
+_RUN = """\
+## Run in vLLM
+
+`make test-engines` builds tiny models of these architectures from vLLM 0.33.0's own classes on a CPU, fills every
+parameter with NaN, loads our exports of both dialects, W4A16 and W4A4, through its loaders, and compares what it
+decodes with the trainer's weights, bit for bit. Each cell of the table was confirmed so, the refusals included:"""
 _GPU = """\
 ## What a GPU makes of it
 
@@ -161,7 +173,8 @@ _RULES = """\
   above it. So full names are written, and where one is part of a quantized module's name its last letter is in
   brackets.
 - **What is ignored**, compressed-tensors. Exact names or `re:`; vLLM asks for experts under `...experts.0.gate_proj`,
-  `up_proj`, `down_proj`, whatever they are called on disk.
+  `up_proj`, `down_proj`, or `w1`, `w3`, `w2` where its model class calls them so. (Experts of gpt-oss that are left
+  out in this dialect, and those of MiniMax-M2 in either, it takes for quantized all the same.)
 - **Fused layers** (q/k/v, gate/up, w1/w3, q_a/kv_a, in_proj_qkv/z) have one scale: the largest (vLLM, SGLang), or they
   must be equal (TensorRT-LLM). vLLM's experts take the gate's for up too. Ours are equal, in the training forward
   already. A layer that is fused on disk fills every slot (since vllm#39765, sglang#29151).

@@ -1,4 +1,4 @@
-"""vLLM of mid-2026 on load; the files are named in ``quads_qat.engine_limits.ENGINES``."""
+"""vLLM 0.33.0 on load. ``engines_real`` runs vLLM's own code, on fewer architectures; it and the table agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .common import Checkpoint, Loaded, LoadError, NotKnown, Refused, build, by_projection, fill
+from .common import Checkpoint, Loaded, LoadError, Refused, build, by_projection, decode_stack, fill
 
 ALGORITHMS = {"NVFP4": "W4A4", "W4A16_NVFP4": "W4A16"}
 _NESTED = ("group_size", "kv_cache_quant_algo", "exclude_modules")
@@ -86,21 +86,42 @@ def quantizes(checkpoint: Checkpoint, name: str, shards: list[str]) -> bool:
     return not ignores_linear(name, shards, patterns)
 
 
-def _check_known_limits(checkpoint: Checkpoint, quantized: list[str]) -> None:
-    endings = ("compressor.wkv", "compressor.wgate", "indexer.weights_proj")
-    if checkpoint.is_type("deepseek_v4") and any(name.endswith(endings) for name in quantized):
-        raise Refused("vllm#41276", "NotImplementedError: compressor and indexer.weights_proj must not be quantized")
-    if any(name.endswith("lm_head") for name in quantized):
-        raise Refused("vllm#45102", "There is no module or parameter named 'lm_head.input_scale'")
+def _check_known_limits(checkpoint: Checkpoint, quantized: list[str], scheme: str) -> None:
+    """What the loaders of single models do."""
+
+    def holds(*endings: str) -> bool:
+        return any(name.endswith(endings) for name in quantized)
+
+    is_type, packed = checkpoint.is_type, checkpoint.packed
     stacked = any(name in checkpoint.stored for name in quantized)  # a parameter, not a module
-    if stacked and checkpoint.is_type("gpt_oss"):
+    if is_type("deepseek_v4") and holds("compressor.wkv", "compressor.wgate", "indexer.weights_proj"):
+        raise Refused("vllm#41276", "NotImplementedError: compressor and indexer.weights_proj must not be quantized")
+    if packed and holds("lm_head"):
+        raise Refused("vllm#45102", "There is no module or parameter named 'lm_head.input_global_scale'")
+    if stacked and is_type("gpt_oss"):
         raise Refused("vllm#46641", "KeyError: ...experts.w2_bias, and scales that stay unset")
-    if stacked:
-        raise NotKnown("stacked experts")
-    if checkpoint.packed and checkpoint.is_type("gpt_oss"):
-        raise NotKnown("gpt-oss experts")
-    if checkpoint.packed and checkpoint.is_type("llama4", "llama4_text"):
-        raise NotKnown("llama 4 attention")
+    if packed and is_type("gpt_oss") and holds(".down_proj"):
+        raise Refused("vllm: models/gpt_oss.py", "KeyError: ...experts.0.w2_bias")
+    if not packed and is_type("afmoe", "exaone_moe") and not holds("lm_head"):
+        raise Refused("vllm: models/afmoe.py", "a BF16 head for packed parameters: the layer has no name to ignore")
+    if stacked and is_type("llama4_text") and not is_type("llama4"):
+        raise Refused("vllm: models/llama4.py", "KeyError: ...routed_experts.w2_weight_weight_scale_2")
+    if packed and is_type("glm4v_moe"):
+        raise Refused("vllm: models/glm4_1v.py", "'QKVParallelLinear' object has no attribute 'data'")
+    if packed and is_type("granitemoehybrid") and scheme == "W4A4":
+        raise Refused("vllm: models/granitemoehybrid.py", "KeyError: ...experts.w2_input_global_scale")
+    if is_type("jamba") and holds(".mamba.in_proj", ".mamba.x_proj"):
+        raise Refused(
+            "vllm: layers/mamba/mamba_mixer.py", "'MergedColumnParallelLinear' object has no attribute 'data'"
+        )
+    if is_type("longcat_flash") and holds(".up_proj"):
+        raise Refused("vllm: models/longcat_flash.py", "KeyError: ...mlp.experts.4.gate_proj.weight_scale")
+    if is_type("openai_privacy_filter") and (stacked or holds("score", ".down_proj")):
+        raise Refused("vllm: models/openai_privacy_filter.py", "no module or parameter named 'score.weight_scale_2'")
+    if is_type("phimoe"):
+        raise Refused(
+            "vllm: models/transformers/base.py", "a BF16 router for packed parameters, named otherwise on disk"
+        )
 
 
 def computes(scheme: str, capability: int) -> str:
@@ -115,7 +136,7 @@ def load(checkpoint: Checkpoint, capability: int = 100) -> Loaded:
     scheme, _ = read_config(checkpoint)
     loaded = Loaded(computes(scheme, capability))
     matrices = checkpoint.matrices()
-    _check_known_limits(checkpoint, [name for name, matrix in matrices.items() if matrix.dtype == torch.uint8])
+    _check_known_limits(checkpoint, [name for name, matrix in matrices.items() if matrix.dtype == torch.uint8], scheme)
     divides = checkpoint.packed
     modules = build(checkpoint)
     for name, shards in modules.dense.items():
@@ -136,6 +157,11 @@ def load(checkpoint: Checkpoint, capability: int = 100) -> Loaded:
                 every = torch.cat([layer.input_scales for layer in layers])
                 value = every.min() if divides else every.max()  # the largest amax, in either direction
                 _set_input_scale(loaded, name, [shard for layer in layers for shard in layer.shards], value)
+    for parameter in (name for stack in modules.stacks.values() for name in stack):
+        if checkpoint.stored[parameter].dtype == torch.uint8:  # Llama 4's: [E, K/2, N], one scale for all experts
+            loaded.weights[parameter] = decode_stack(checkpoint, parameter)
+            if scheme == "W4A4":
+                _set_input_scale(loaded, parameter, [parameter], checkpoint.stored[f"{parameter}_input_scale"])
     return loaded
 
 

@@ -1,13 +1,9 @@
-"""vLLM's own model classes and loaders on a CPU: no engine runs, its attention kernels need a GPU."""
+"""vLLM's own model classes and loaders on a CPU: no engine runs, its attention kernels need a GPU.
+
+``conftest.py`` sets the variables that make this possible before anything imports vLLM.
+"""
 
 from __future__ import annotations
-
-import os
-
-os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # read when vLLM is imported
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ["VLLM_NO_USAGE_STATS"] = "1"
-os.environ["VLLM_PLUGINS"] = ""  # the plugin is put in by the tests that are about it
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,8 +18,12 @@ from torch import Tensor, nn
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, register_linear_kernel
+from vllm.model_executor.layers.fused_moe import config as fused_config
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized_moe
 from vllm.model_executor.layers.fused_moe.experts.nvfp4_emulation_moe import Nvfp4QuantizationEmulationTritonExperts
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -38,12 +38,28 @@ from vllm.platforms import PlatformEnum
 from vllm.utils.network_utils import get_open_port
 
 #: Parameters that attention makes for a quantized KV cache; our checkpoints say nothing of one.
-KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale", "p_scale")
+KV_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale", "p_scale", "_zero_point")
+
+
+class _AlsoWithoutGates:
+    """vLLM's CPU platform, except that experts without gates are not refused when their layer is made."""
+
+    def __init__(self, platform: Any) -> None:
+        self.platform = platform
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.platform, name)
+
+
+_kept: list[Any] = []
 
 
 @cache
 def emulate() -> None:
-    """vLLM has no NVFP4 kernel for a CPU: choose its emulation, whose layout is the checkpoint's, for W4A16 too."""
+    """vLLM has no NVFP4 kernels for a CPU: choose its emulation, whose layout is the checkpoint's, for W4A16 too."""
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     for module in (modelopt, compressed_tensors_w4a4_nvfp4):
         choose = module.init_nvfp4_linear_kernel
@@ -51,6 +67,12 @@ def emulate() -> None:
     emulation = NvFp4MoeBackend.EMULATION, Nvfp4QuantizationEmulationTritonExperts
     for module in (modelopt, compressed_moe):
         module.select_nvfp4_moe_backend = lambda config, weight_key, activation_key: emulation
+    fused_config.current_platform = _AlsoWithoutGates(fused_config.current_platform)
+    unquantized_moe.select_unquantized_moe_backend = lambda *_, **__: (UnquantizedMoeBackend.TRITON, TritonExperts)
+    library = torch.library.Library("_C", "FRAGMENT")  # names that constructors look up; nothing calls them
+    for name in ("gelu_new", "gelu_fast", "gelu_quick"):
+        library.define(f"{name}(Tensor! out, Tensor x) -> ()")
+    _kept.append(library)
     # vLLM looks at each model class in a process of its own, which takes ten seconds
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
@@ -89,7 +111,7 @@ class Served:
     def __init__(self, path: Path, *, extra: dict[str, Any] | None = None) -> None:
         if extra:
             written = path / "config.json"
-            written.write_text(json.dumps(json.loads(written.read_text("utf-8")) | extra), encoding="utf-8")
+            written.write_text(json.dumps(_merged(json.loads(written.read_text("utf-8")), extra)), encoding="utf-8")
         self.path, self.config = path, config_of(path)
         with set_current_vllm_config(self.config), bf16():
             self.model: nn.Module = initialize_model(vllm_config=self.config)
@@ -122,6 +144,11 @@ class Served:
             reload.initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(stored))
             reload.finalize_layerwise_reload(self.model, self.config.model_config)
+
+
+def _merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    nested = {k: _merged(config[k], v) if isinstance(v, dict) and k in config else v for k, v in extra.items()}
+    return config | nested
 
 
 def _poison(parameter: Tensor) -> None:
