@@ -30,6 +30,14 @@ STEPS = 3
 BUCKET_BYTES = 256 << 20
 
 
+class _GpuReport(Report):
+    @property
+    def machine(self) -> str:
+        if not torch.cuda.is_available():
+            return super().machine
+        return f"{self.settings['gpus']} x {torch.cuda.get_device_name()}"
+
+
 @benchmark("multi-gpu")
 def multi_gpu(
     gpus: int = 2,
@@ -40,10 +48,11 @@ def multi_gpu(
     tokens: int = 4096,
     rounds: int = 5,
     syncs: int = 50,
+    training: bool = True,
 ) -> Report:
     """FSDP2 against one GPU and against BF16, and a trainer that syncs a rollout on another GPU every step."""
-    settings = {key: value for key, value in locals().items()}
-    report = Report(
+    settings = dict(locals())
+    report = _GpuReport(
         f"{gpus} GPUs: Qwen3-MoE, {layers} layers, {experts} experts, hidden {hidden}",
         tokens * gpus,
         "tokens",
@@ -58,15 +67,12 @@ def multi_gpu(
             port = probe.getsockname()[1]
         mp.spawn(_rank, (settings, port, folder, queues), nprocs=gpus)
         report.rows += torch.load(Path(folder) / "rows.pt", weights_only=False)
-    if torch.cuda.is_available():
-        report.settings["device"] = torch.cuda.get_device_name()
     return report
 
 
 def _rank(rank: int, settings: dict[str, int], port: int, folder: str, queues: Any) -> None:
     world = settings["gpus"]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    torch.use_deterministic_algorithms(True, warn_only=True)  # sums of expert rows, so that bits can be compared
     cuda = torch.cuda.device_count() >= world
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -75,7 +81,7 @@ def _rank(rank: int, settings: dict[str, int], port: int, folder: str, queues: A
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world)
     ctx = _Context(rank, world, device, settings)
-    rows = [*_fsdp2(ctx), *_sync(ctx, queues)]
+    rows = [*(_fsdp2(ctx) if settings["training"] else []), *_sync(ctx, queues)]
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
     dist.barrier()
@@ -188,6 +194,7 @@ def _sharded(ctx: _Context, mode: str | None) -> Any:
 
 def _fsdp2(ctx: _Context) -> list[Row]:
     """QAT under FSDP2: the losses and exported bytes of one GPU; then the time of a step beside BF16's."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # sums of expert rows, so that bits can be compared
     wanted: Any = _one_gpu(ctx) if ctx.rank == 0 else None
     ctx.free()
     dist.barrier()
@@ -204,6 +211,7 @@ def _fsdp2(ctx: _Context) -> list[Row]:
     digest = _digest(qq.export_weights(model, "modelopt"))
     found = [list(step) for step in zip(*every, strict=True)], digest
     del model, optimizer
+    torch.use_deterministic_algorithms(False)  # it fills all new memory, which costs time
     ctx.free()
     name = f"FSDP2 over {ctx.world} against one GPU, {STEPS} steps"
     note = ""
