@@ -38,8 +38,8 @@ class StepReport(Report):
     @property
     def legend(self) -> str:
         return (
-            f"A step is forward, backward and fused AdamW; median of rounds of {STEPS}, as called from Python. peak MB: "
-            "the most memory that was allocated during a step, weights, gradients and optimizer state included"
+            f"A step is forward, backward and fused AdamW; median of rounds of {STEPS}, as called from Python. "
+            "peak MB: the most memory that was allocated during a step, weights, gradients and optimizer state included"
         )
 
     def cells(self) -> list[tuple[str, ...]]:
