@@ -7,15 +7,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from quads_qat.record import RECORD
+from quads_qat.resume import JOURNAL, sync
 from quads_qat.safetensors_file import Entry, read, read_header, read_pieces
 
 INDEX = "model.safetensors.index.json"
@@ -37,6 +37,7 @@ class Reader:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path}: no such directory")
+        _require_finished(self.path)
         self.config = read_json(self.path / "config.json")
         index = self.path / INDEX
         if index.exists():
@@ -96,6 +97,17 @@ class Reader:
     def nbytes(self) -> int:
         """Size of all shards."""
         return sum((self.path / file).stat().st_size for file in self.files)
+
+
+def _require_finished(path: Path) -> None:
+    """Raise ValueError if a checkpoint is being made in the directory, or was when its process ended."""
+    if not (path / JOURNAL).exists():
+        return
+    shards = len(list(path.glob("*.safetensors")))
+    raise ValueError(
+        f"{path} is not finished ({shards} shards are there). If no process is making it, repeat the command that "
+        "began it, with the same options: it keeps what is there and continues; or remove the directory"
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -164,9 +176,13 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
         partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
         partial.chmod(0o755)
         yield partial
+        for path in partial.rglob("*"):
+            sync(path)
+        sync(partial)
         if destination.exists():
             destination.rmdir()
         os.rename(partial, destination)
+        sync(parent)
     except OSError as error:
         raise ValueError(
             f"{destination}: could not be written ({error.strerror or error}); nothing was left behind"
@@ -176,52 +192,7 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:
-    """Write a stream of tensors as safetensors shards with an index; one shard is in memory at a time.
-
-    One shard alone is called ``model.safetensors`` and has no index. Returns the bytes of all tensors.
-    """
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-    shards: list[list[str]] = []
-    seen: set[str] = set()
-
-    def flush() -> None:
-        nonlocal shard, size
-        _save(shard, directory / f"shard-{len(shards):05d}.tmp")
-        shards.append(list(shard))
-        shard, size = {}, 0
-
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > shard_bytes:
-            flush()
-        if name in seen:
-            raise ValueError(f"{name} would be written twice")
-        seen.add(name)
-        shard[name] = tensor.detach().cpu().contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (directory / "shard-00000.tmp").rename(directory / SINGLE)
-        return total
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{i:05d}.tmp").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return total
-
-
-def _save(shard: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(shard, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes files that only their owner can read; an engine may run as another user
-    except SafetensorError as error:  # a full disk comes as one of these
-        raise OSError(0, str(error)) from error
-
-
-_NOT_COMPANIONS = {"config.json", "hf_quant_config.json", INDEX}
+_NOT_COMPANIONS = {"config.json", "hf_quant_config.json", INDEX, RECORD}
 _WEIGHTS = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz"),
     *(".onnx", ".onnx_data", ".tflite", ".pkl"),
@@ -251,13 +222,6 @@ def companions(source: Path) -> dict[str, int]:
         if path.is_file():
             sizes[path.relative_to(source).as_posix()] = path.stat().st_size
     return sizes
-
-
-def copy_companions(source: Path, destination: Path) -> None:
-    """Copy :func:`companions`."""
-    for file in companions(source):
-        (destination / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / file, destination / file)
 
 
 _SIGNS = {

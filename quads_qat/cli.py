@@ -42,6 +42,7 @@ err = Console(stderr=True)
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
 ]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; default: one a core, at most 8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable JSON object instead of tables.")]
 Names = Annotated[list[str] | None, typer.Option(help="Module name, glob or re:regex; may be given several times.")]
 
@@ -179,7 +180,7 @@ def quantize(
     activation_scale: Annotated[
         ActivationScale | None, typer.Option(help="Record for rollouts: over what they take an activation's scale.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: one a core, at most 8.")] = None,
+    workers: Workers = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     max_shard_size: Annotated[str, typer.Option(help="Size of an output file.")] = "5GB",
     trust_remote_code: TrustRemoteCode = False,
@@ -194,7 +195,7 @@ def quantize(
     recorded = {name: value for name, value in recorded.items() if value is not None}
     _quiet_transformers()
     with _progress_of(source) as progress:
-        quantize_checkpoint(
+        made = quantize_checkpoint(
             source,
             destination,
             dialect=dialect,
@@ -219,13 +220,13 @@ def quantize(
         "recipe": recipe.value,
         "quantized": len(written.quantized()),
         "bytes": written.reader.nbytes(),
+        "already_complete": not made,
     }
     if as_json:
         _print_json(summary)
     else:
-        out.print(
-            f"{destination}: {summary['quantized']} weights quantized, {summary['bytes'] / 1e6:,.1f} MB", soft_wrap=True
-        )
+        size, already = f"{summary['bytes'] / 1e6:,.1f} MB", "" if made else "already complete, "
+        out.print(f"{destination}: {already}{summary['quantized']} weights quantized, {size}", soft_wrap=True)
 
 
 def _check_activation_options(weights_only: bool, calibrate: Path | None, activations_from: Path | None) -> None:
@@ -266,8 +267,9 @@ def _device(name: str) -> str:
 @app.command()
 def dequantize(
     source: Annotated[Path, typer.Argument(help="NVFP4 checkpoint of either dialect, ours or others'.")],
-    destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make, or to continue after an interruption.")],
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: config.json's.")] = None,
+    workers: Workers = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -278,21 +280,23 @@ def dequantize(
 
     chosen = None if dtype is None else getattr(torch, dtype, dtype)
     with _progress_of(source) as progress:
-        dequantize_checkpoint(
+        made = dequantize_checkpoint(
             source,
             destination,
             dtype=chosen,  # pyright: ignore[reportArgumentType]
+            workers=workers,
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    _say_written(destination, as_json)
+    _say_written(destination, made, as_json)
 
 
 @app.command()
 def convert_dialect(
     source: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
-    destination: Annotated[Path, typer.Argument(help="Directory to make; must not exist.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make, or to continue after an interruption.")],
     dialect: Annotated[Dialect, typer.Option(help="Which names and config engines find.")],
+    workers: Workers = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -300,8 +304,9 @@ def convert_dialect(
     from quads_qat.recode import convert_dialect as convert
 
     with _progress_of(source) as progress:
-        convert(source, destination, dialect=dialect, trust_remote_code=trust_remote_code, progress=progress)
-    _say_written(destination, as_json)
+        options: dict[str, Any] = {"workers": workers, "trust_remote_code": trust_remote_code, "progress": progress}
+        made = convert(source, destination, dialect=dialect, **options)
+    _say_written(destination, made, as_json)
 
 
 @contextmanager
@@ -323,12 +328,13 @@ def _progress_of(source: Path) -> Iterator[Callable[[int, int], None]]:
         yield report
 
 
-def _say_written(destination: Path, as_json: bool) -> None:
+def _say_written(destination: Path, made: bool, as_json: bool) -> None:
     size = sum(file.stat().st_size for file in destination.glob("*.safetensors"))
     if as_json:
-        _print_json({"destination": str(destination), "bytes": size})
+        _print_json({"destination": str(destination), "bytes": size, "already_complete": not made})
     else:
-        out.print(f"{destination}: {size / 1e6:,.1f} MB", soft_wrap=True)
+        already = "" if made else "already complete, "
+        out.print(f"{destination}: {already}{size / 1e6:,.1f} MB", soft_wrap=True)
 
 
 @app.command()

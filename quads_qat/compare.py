@@ -13,6 +13,7 @@ from quads_qat import ops
 from quads_qat.checkpoint_plan import DiskWeight
 from quads_qat.load import Checkpoint, by_parameter, read_parameter, shared_input_amax
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.record import changed_files
 from quads_qat.scale_groups import group_key
 from quads_qat.skeleton import skeleton
 from quads_qat.verify_config import announcement_problems
@@ -158,10 +159,12 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     Returns:
         ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, what the ``contract`` says
         (scope, and what rollouts do with activations; [] without one), and ``problems``: scales that are missing, zero
-        or NaN, activation scales missing in part, fused weights whose scales differ.
+        or NaN, activation scales missing in part, fused weights whose scales differ, files that have changed since
+        they were written.
     """
     checkpoint = Checkpoint.open(path)
     problems = announcement_problems(checkpoint)
+    problems += [f"{file}: {why}" for file, why in changed_files(checkpoint.reader.path).items()]
     inputs: dict[str, dict[str, float]] = {}
     scales: dict[str, dict[str, float]] = {}
     elements = with_input = 0

@@ -24,7 +24,10 @@ from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe,
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.experts import layout_of
+from quads_qat.output_shards import require_space, write_stream
+from quads_qat.record import RECORD, record_text
 from quads_qat.required_tensors import require_tensors
+from quads_qat.safetensors_file import nbytes
 from quads_qat.sharding import is_sharded
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
@@ -84,13 +87,19 @@ def export_checkpoint(
         return
     weights_only, names = activations == "none", [disk.name for disk in plan.weights]
     engine_limits.warn(config, dialect, names, weights_only=weights_only, stacklevel=2)
-    require_space(Path(path), sum(_nbytes(dtype, shape) for _, dtype, shape in metadata))
+    layouts = {name: (dtype, shape) for name, dtype, shape in metadata}
+    require_space(Path(path), sum(nbytes(*layout) for layout in layouts.values()))
     with _together(root), checkpoint_io.whole_directory(path) as directory:
-        checkpoint_io.write_shards(directory, stream, shard_bytes)
+        written = write_stream(directory, layouts, stream, shard_bytes)
         ignored = ignored_modules(rest, plan, root, dialect)
-        _write_configs(directory, config, dialect, ignored, contract)
+        for file, content in configs(config, dialect, ignored, contract).items():
+            checkpoint_io.write_json(directory / file, content)
+        job = {"command": "export", "dialect": dialect.value, "recipe": conversion.recipe.value}
+        (directory / RECORD).write_text(record_text(job, written), "utf-8")
         if source is not None:
-            checkpoint_io.copy_companions(Path(source), directory)
+            for file in checkpoint_io.companions(Path(source)):
+                (directory / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(source) / file, directory / file)
         elif getattr(root, "generation_config", None) is not None:
             root.generation_config.save_pretrained(directory)  # pyright: ignore
 
@@ -183,17 +192,6 @@ def _config_of(root: nn.Module, source: str | Path | None, export_dtype: torch.d
     return written
 
 
-def _write_configs(
-    directory: Path,
-    config: dict[str, Any],
-    dialect: Dialect,
-    ignored: list[str],
-    contract: Contract,
-) -> None:
-    for file, content in configs(config, dialect, ignored, contract).items():
-        checkpoint_io.write_json(directory / file, content)
-
-
 def configs(
     config: dict[str, Any], dialect: Dialect, ignored: list[str], contract: Contract
 ) -> dict[str, dict[str, Any]]:
@@ -269,20 +267,3 @@ def ignored_modules(rest: dict[str, int], plan: Plan, model: nn.Module, dialect:
     found = sorted(ignored, key=natural_order)
     quantized = "\n".join({disk.name.removesuffix(".weight"): None for disk in plan.weights})
     return [f"{name[:-1]}[{name[-1]}]" if name in quantized else name for name in found]
-
-
-# ---------------------------------------------------------------------------------------------------------------- space
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return torch.empty((), dtype=dtype).element_size() * int(torch.Size(shape).numel())
-
-
-def require_space(destination: Path, needed: int) -> None:
-    """Raise ValueError if the disk of ``destination`` has fewer free bytes than ``needed``."""
-    folder = destination.absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(f"{destination}: needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there")

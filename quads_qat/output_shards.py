@@ -6,16 +6,27 @@ has its place in a file, and units can be made in any order and at once. In memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quads_qat import checkpoint_io
-from quads_qat.resume import Destination
+from quads_qat.checkpoint_io import Reader
+from quads_qat.record import FileRecord, file_record, is_complete
+from quads_qat.resume import JOURNAL, Destination, open_destination
 from quads_qat.safetensors_file import FileWriter, Layout, nbytes
+
+Piece = tuple[str, int, Tensor]
+"""Name of a tensor, offset in bytes, that part of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +41,22 @@ class Unit:
 
     layouts: dict[str, Layout]
     source_bytes: int
-    make: Callable[[], Iterator[tuple[str, int, Tensor]]]
+    make: Callable[[], Iterator[Piece]]
 
     @property
     def nbytes(self) -> int:
         """What it writes."""
         return sum(nbytes(*layout) for layout in self.layouts.values())
+
+
+def copied(reader: Reader, name: str) -> Unit:
+    """A tensor as it is in the source."""
+    entry = reader.entry(name)
+
+    def make() -> Iterator[Piece]:
+        return ((name, at, piece) for at, piece in reader.pieces(name))
+
+    return Unit({name: (entry.dtype, entry.shape)}, entry.nbytes, make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +94,19 @@ def pack(units: Iterable[Unit], shard_bytes: int) -> list[Shard]:
         if twice := seen.intersection(unit.layouts):
             raise ValueError(f"{twice.pop()} would be written twice")
         seen.update(unit.layouts)
-    if len(filled) == 1:
-        return [Shard(checkpoint_io.SINGLE, filled[0])]
-    return [Shard(f"model-{i + 1:05d}-of-{len(filled):05d}.safetensors", units) for i, units in enumerate(filled)]
+    return [Shard(file, units) for file, units in zip(_files(len(filled)), filled, strict=True)]
+
+
+def _files(count: int) -> list[str]:
+    if count == 1:
+        return [checkpoint_io.SINGLE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _index(shards: Mapping[str, Mapping[str, Layout]]) -> str:
+    weight_map = {name: file for file, layouts in shards.items() for name in layouts}
+    total = sum(nbytes(*layout) for layouts in shards.values() for layout in layouts.values())
+    return checkpoint_io.json_text({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 class Progress:
@@ -93,6 +124,87 @@ class Progress:
     def end(self) -> None:
         """Everything was, file headers included."""
         self.add(self._total - self._done)
+
+
+def write_checkpoint(
+    path: str | Path,
+    job: dict[str, Any],
+    shards: list[Shard],
+    reader: Reader,
+    files: Mapping[str, dict[str, Any]],
+    *,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+    prepare: Callable[[Destination], None] | None = None,
+    left_behind: Iterable[str] = (),
+) -> bool:
+    """Make a checkpoint directory from another one, or continue to, or see that it is there.
+
+    Args:
+        path: a directory that is not there, is empty, or holds the same job, finished or not.
+        job: what is made, as JSON: all that the bytes depend on, besides the source and the layout of the shards.
+        shards: what is written.
+        reader: the source; what belongs to it besides weights and config.json is copied.
+        files: name -> JSON; config.json last.
+        workers: threads; None: one for each CPU core, at most 8.
+        progress: called with (done, total) bytes of the source.
+        prepare: called before the first unit is made.
+        left_behind: files of the source that are not copied.
+
+    Returns:
+        Whether anything was written; False where the checkpoint was there, whole.
+
+    Raises:
+        ValueError: ``path`` holds something else, is being written by another process, has too little space, or cannot
+            be written.
+    """
+    path, companions = Path(path), checkpoint_io.companions(reader.path)
+    for file in left_behind:
+        companions.pop(file, None)
+    job = job | {"source": _source(reader), "shards": digest([[shard.file, sorted(shard.layouts)] for shard in shards])}
+    if not os.path.lexists(path / JOURNAL) and is_complete(path, job):
+        return False
+
+    def check_space(finished: Mapping[str, FileRecord]) -> None:
+        needed = sum(shard.nbytes for shard in shards if shard.file not in finished)
+        require_space(path, needed + sum(companions.values()))
+
+    with open_destination(path, job, check_space) as directory:
+        if prepare is not None:
+            prepare(directory)
+        write_shards(directory, shards, workers or _cores(), Progress(progress, reader.nbytes()))
+        for file in companions:
+            directory.copy(reader.path / file, file)
+        directory.write_record()
+        for file, content in files.items():
+            directory.write_text(file, checkpoint_io.json_text(content))
+    return True
+
+
+def _source(reader: Reader) -> str:
+    """Changes with every file that the result is made from."""
+    files = [(reader.path / name).stat() for name in ("config.json", *reader.files)]
+    return digest([*reader.files, *([file.st_size, file.st_mtime_ns] for file in files)])
+
+
+def digest(value: Any) -> str:
+    """A short one of JSON and tensors, to tell jobs apart."""
+    return hashlib.sha256(json.dumps(value, default=Tensor.tolist).encode()).hexdigest()[:16]
+
+
+def _cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8)
+
+
+def require_space(destination: Path, needed: int) -> None:
+    """Raise ValueError if the disk of ``destination`` has fewer free bytes than ``needed``."""
+    folder = destination.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(f"{destination}: needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there")
 
 
 def write_shards(destination: Destination, shards: list[Shard], workers: int, progress: Progress) -> None:
@@ -113,9 +225,7 @@ def write_shards(destination: Destination, shards: list[Shard], workers: int, pr
         torch.set_num_threads(threads)
     progress.end()
     if len(shards) > 1:
-        weight_map = {name: shard.file for shard in shards for name in shard.layouts}
-        index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}
-        destination.write_text(checkpoint_io.INDEX, checkpoint_io.json_text(index))
+        destination.write_text(checkpoint_io.INDEX, _index({shard.file: shard.layouts for shard in shards}))
 
 
 def _run(pool: ThreadPoolExecutor, destination: Destination, todo: list[Shard], ahead: int, progress: Progress) -> None:
@@ -162,3 +272,45 @@ def _make(unit: Unit, writer: FileWriter) -> None:
 def _finish(destination: Destination, writer: FileWriter, shard: Shard) -> None:
     writer.finish()
     destination.finish_shard(shard.file)
+
+
+# -------------------------------------------------------------------------------------------------- tensors that come
+
+
+def write_stream(
+    directory: Path, layouts: Mapping[str, Layout], tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> dict[str, FileRecord]:
+    """Write tensors as they come, in the order of ``layouts``, into shards with an index; none is held.
+
+    Returns:
+        File -> size and SHA-256 of every shard.
+    """
+    shards: list[dict[str, Layout]] = [{}]
+    size = 0
+    for name, layout in layouts.items():
+        if shards[-1] and size + nbytes(*layout) > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = layout
+        size += nbytes(*layout)
+    named = dict(zip(_files(len(shards)), shards, strict=True))
+    records, stream = {}, iter(tensors)
+    for file, inside in named.items():
+        writer = FileWriter(directory / file, inside)
+        try:
+            for expected in inside:
+                name, tensor = next(stream)
+                if name != expected:
+                    raise ValueError(
+                        f"{name} came in the place of {expected}; its model was changed while it was written"
+                    )
+                writer.write(name, tensor)
+            writer.finish()
+        finally:
+            writer.close()
+        records[file] = file_record(directory / file)
+    if (left := next(stream, None)) is not None:
+        raise ValueError(f"{left[0]} was not announced; its model was changed while it was written")
+    if len(named) > 1:
+        (directory / checkpoint_io.INDEX).write_text(_index(named), "utf-8")
+    return records

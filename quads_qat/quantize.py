@@ -7,9 +7,6 @@ What is in memory is one unit for each worker, however large the model and its s
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +25,10 @@ from quads_qat.export import (
     contract_of_export,
     ignored_modules,
     plan_checkpoint,
-    require_space,
     scale_groups_on_disk,
 )
-from quads_qat.output_shards import Progress, Shard, Unit, pack, write_shards
-from quads_qat.resume import Record, open_destination
+from quads_qat.output_shards import Unit, copied, digest, pack, write_checkpoint
+from quads_qat.resume import Destination
 from quads_qat.safetensors_file import nbytes
 from quads_qat.weight_stream import ActivationScales, by_layer, cache_scales, emit, input_scales
 
@@ -58,16 +54,16 @@ def quantize_checkpoint(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
+) -> bool:
     """Quantize a BF16 checkpoint directory into an NVFP4 one, without building the model.
 
     Quantized weights are the bytes that loading, converting and exporting the model gives; everything else is copied as
     it is, with tokenizer, generation config, chat templates and custom code. After a kill, the same call continues:
-    shards that were finished are verified by their SHA-256 and kept.
+    shards that were finished are verified by their SHA-256 and kept. When all is there, it changes nothing.
 
     Args:
         source: a directory with config.json and safetensors; any floating dtype, cast as loading it would.
-        destination: a directory that is not there, is empty, or holds the same job, unfinished.
+        destination: a directory that is not there, is empty, or holds the same job, finished or not.
         dialect: ``modelopt`` (vLLM, SGLang, TensorRT-LLM) or ``compressed-tensors`` (transformers, vLLM, SGLang).
         recipe: the arithmetic, see :class:`~quads_qat.config.Recipe`.
         scope: what is quantized, as for ``convert``.
@@ -86,9 +82,12 @@ def quantize_checkpoint(
         trust_remote_code: run the model code that the source brings, where transformers has none.
         progress: called with (done, total) bytes of the source.
 
+    Returns:
+        Whether anything was written; False where ``destination`` holds what this call makes, its hashes verified.
+
     Raises:
-        ValueError: the source is damaged, quantized already or of an unknown architecture; the destination holds
-            something else, is being written by another process, has too little space or cannot be written.
+        ValueError: the source is damaged, incomplete, quantized already or of an unknown architecture; the destination
+            holds something else, is being written by another process, has too little space or cannot be written.
     """
     dialect, recipe, device = Dialect(dialect), Recipe(recipe), torch.device(device)
     dialects.check_recipe(recipe, dialect)
@@ -108,36 +107,35 @@ def quantize_checkpoint(
     engine_limits.warn(reader.config, dialect, quantized, weights_only=kind == "none", stacklevel=2)
 
     work = _Work(reader, plan, recipe, dialect, scales, device, weights_only=kind == "none")
-    shards = pack(work.units(), shard_bytes)
     ignored = ignored_modules({name: len(reader.shape(name)) for name in work.rest}, plan, model, dialect)
-    files = configs(reader.config, dialect, ignored, contract)
-    companions = checkpoint_io.companions(reader.path)
-    job = {"recipe": recipe.value, "dialect": dialect.value, **selection}
-    job |= {"source": _source(reader), "activations": _digest([text, scales]), "shards": _digest(shards)}
-    job |= {"rollout": contract.to_json()["rollout"]}
+    job = {"command": "quantize", "recipe": recipe.value, "dialect": dialect.value, **selection}
+    job |= {"activations": digest([text, scales]), "rollout": contract.to_json()["rollout"]}
 
-    def check_space(finished: Mapping[str, Record]) -> None:
-        needed = sum(shard.nbytes for shard in shards if shard.file not in finished)
-        require_space(Path(destination), needed + sum(companions.values()))
+    def observe(directory: Destination) -> None:
+        if text is None:
+            return
+        if "amaxes" not in directory.notes:  # computed once: all shards have the scales of one run
+            options = {"recipe": recipe, **selection, "trust_remote_code": trust_remote_code}
+            directory.note("amaxes", observed_amaxes(reader.path, text, device=device, **options))
+        for group, amax in directory.notes["amaxes"].items():
+            conversion.observers[group].amax = torch.tensor(amax, dtype=torch.float32)
+        if unseen := [o.name for o in conversion.observers.values() if o.amax is None]:
+            raise ValueError(
+                f"quantize: the calibration did not reach {unseen[0]} and {len(unseen) - 1} other activation "
+                "groups; leave them in high precision (exclude=, --exclude), or calibrate on data that does"
+            )
+        scales.update(input_scales(plan, conversion, dialect, "observed"))
 
-    with open_destination(destination, job, check_space) as directory:
-        if text is not None:
-            if "amaxes" not in directory.notes:  # computed once: all shards have the scales of one run
-                options = {"recipe": recipe, **selection, "trust_remote_code": trust_remote_code}
-                directory.note("amaxes", observed_amaxes(reader.path, text, device=device, **options))
-            for group, amax in directory.notes["amaxes"].items():
-                conversion.observers[group].amax = torch.tensor(amax, dtype=torch.float32)
-            if unseen := [o.name for o in conversion.observers.values() if o.amax is None]:
-                raise ValueError(
-                    f"quantize: the calibration did not reach {unseen[0]} and {len(unseen) - 1} other activation "
-                    "groups; leave them in high precision (exclude=, --exclude), or calibrate on data that does"
-                )
-            scales.update(input_scales(plan, conversion, dialect, "observed"))
-        write_shards(directory, shards, workers or _cores(), Progress(progress, reader.nbytes()))
-        for file in companions:
-            directory.copy(reader.path / file, file)
-        for file, content in files.items():  # config.json last
-            directory.write_text(file, checkpoint_io.json_text(content))
+    return write_checkpoint(
+        destination,
+        job,
+        pack(work.units(), shard_bytes),
+        reader,
+        configs(reader.config, dialect, ignored, contract),
+        workers=workers,
+        progress=progress,
+        prepare=observe,
+    )
 
 
 def _check_arguments(
@@ -153,24 +151,6 @@ def _check_arguments(
         raise ValueError("quantize: activation scales come from calibrate or from activations, not from both")
     if (workers is not None and workers < 1) or shard_bytes < 1:
         raise ValueError(f"quantize: workers and shard_bytes must be > 0, got {workers} and {shard_bytes}")
-
-
-def _cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)
-
-
-def _source(reader: checkpoint_io.Reader) -> str:
-    """Changes with every file that the result is made from."""
-    files = [(reader.path / name).stat() for name in ("config.json", *reader.files)]
-    return _digest([*reader.files, *([file.st_size, file.st_mtime_ns] for file in files)])
-
-
-def _digest(value: Any) -> str:
-    def plain(item: Any) -> Any:
-        return [item.file, sorted(item.layouts)] if isinstance(item, Shard) else item.tolist()
-
-    return hashlib.sha256(json.dumps(value, default=plain).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,15 +188,7 @@ class _Work:
                     layout = extra[name].dtype, tuple(extra[name].shape)
                     yield Unit({name: layout}, 0, partial(_whole, name, partial(extra.__getitem__, name)))
                 elif name not in groups and name not in biases:
-                    yield self._of_copy(name)
-
-    def _of_copy(self, name: str) -> Unit:
-        entry = self.reader.entry(name)
-
-        def make() -> Iterator[tuple[str, int, Tensor]]:
-            return ((name, at, piece) for at, piece in self.reader.pieces(name))
-
-        return Unit({name: (entry.dtype, entry.shape)}, entry.nbytes, make)
+                    yield copied(self.reader, name)
 
     def _of_bias(self, bias: SplitBias) -> Unit:
         dtype, shape = self.reader.entry(bias.source).dtype, self.reader.shape(bias.source)

@@ -1,32 +1,34 @@
 """NVFP4 checkpoints into other checkpoints without quantizing anything: dequantized, or in the other dialect.
 
-Both stream: one tensor of the original checkpoint (with the experts that it holds) is in memory at a time, besides the
-shard that is being filled.
+Both stream: in memory is one tensor of the original checkpoint (with the experts that it holds) for each worker. A call
+that was killed is continued by the same call, as ``quantize`` is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quads_qat import checkpoint_io, dialects, engine_limits, ops
+from quads_qat import checkpoint_io, dialects, engine_limits, names, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_plan
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
-from quads_qat.export import ignored_modules, require_space
+from quads_qat.export import ignored_modules
 from quads_qat.load import Checkpoint, by_parameter, read_parameter, read_part
+from quads_qat.output_shards import Piece, Unit, copied, pack, write_checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.required_tensors import require_tensors
+from quads_qat.safetensors_file import Layout
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import CACHE_SCALES, by_layer
 
 Progress = Callable[[int, int], None]
-Maker = Callable[[], Iterator[tuple[str, Tensor]]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,9 +39,10 @@ def dequantize_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
+    workers: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> None:
+) -> bool:
     """Write an NVFP4 checkpoint of either dialect as a plain one, in the names that transformers loads.
 
     The weights are those of :func:`~quads_qat.load.load_model`, bit for bit; what was not quantized is copied as it is,
@@ -48,15 +51,19 @@ def dequantize_checkpoint(
 
     Args:
         source: directory of either dialect.
-        destination: directory to make; it must not exist. It appears when everything is written.
+        destination: a directory that is not there, is empty, or holds the same job, finished or not.
         dtype: of the decoded weights, bfloat16, float16 or float32; None: config.json's. With Recipe.ALIGNED, bf16
             holds every weight exactly.
         shard_bytes: size of a shard.
+        workers: threads; None: one for each CPU core, at most 8.
         trust_remote_code: run the model code that the source brings, where transformers has none.
         progress: called with (done, total) bytes of the source.
 
+    Returns:
+        Whether anything was written; False where ``destination`` holds what this call makes, its hashes verified.
+
     Raises:
-        ValueError: as :func:`~quads_qat.load.load_model`; ``destination`` exists; the disk is full.
+        ValueError: as :func:`~quads_qat.load.load_model`; ``destination`` holds something else; the disk is full.
 
     Example::
 
@@ -70,24 +77,32 @@ def dequantize_checkpoint(
     conversion, plan = checkpoint.plan(model)
     dtype = dtype or next(model.get_parameter(name).dtype for name in conversion.weights)
     recoded = _Recoded(checkpoint, model, plan)
-    makers: dict[str, Maker] = {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in names.disk_layouts(model).items()}
+    units: dict[str, Unit] = {}
     for name, parts in recoded.by_source().items():
-        makers[name] = _yields(name, lambda name=name, parts=parts: _decoded(checkpoint, model, parts, dtype))
+        layouts = {name: (dtype, shapes[name])}
+        make = partial(_decoded, checkpoint, model, name, parts, dtype)
+        units[name] = recoded.unit(layouts, make, [disk.name for disk in parts])
     for name in recoded.unplaced:
-        makers[name] = _yields(name, lambda name=name: _decoded_alone(checkpoint, name, dtype))
+        *lead, n, k = checkpoint.reader.shape(checkpoint.tensor_names(name).qdata)
+        shape = (*lead, n, 2 * k) if name.endswith(".weight") else (*lead, 2 * n, k)
+        units[name] = recoded.unit({name: (dtype, shape)}, partial(_decoded_alone, checkpoint, name, dtype), [name])
     for name, biases in recoded.biases().items():
-        makers[name] = _yields(name, lambda biases=biases: _joined(checkpoint, model, biases))
-    for name in recoded.rest:
-        makers[name] = _yields(name, lambda name=name: checkpoint.reader.get(name))
+        kept = checkpoint.reader.entry(biases[0].name).dtype
+        units[name] = recoded.unit({name: (kept, shapes[name])}, partial(_joined, checkpoint, model, name, biases))
+    units |= {name: copied(checkpoint.reader, name) for name in recoded.rest}
     config = {k: v for k, v in checkpoint.reader.config.items() if k not in ("quantization_config", KEY)}
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    elements = sum(math.prod(checkpoint.reader.shape(checkpoint.tensor_names(d.name).qdata)) for d in plan.weights)
-    require_space(Path(destination), checkpoint.reader.nbytes() + elements * (2 * dtype.itemsize - 1))
-    with checkpoint_io.whole_directory(destination) as directory:
-        checkpoint_io.write_shards(directory, _stream(makers, checkpoint.reader.nbytes(), progress), shard_bytes)
-        checkpoint_io.copy_companions(checkpoint.reader.path, directory)
-        (directory / "recipe.yaml").unlink(missing_ok=True)  # llm-compressor's: it describes what is undone here
-        checkpoint_io.write_json(directory / "config.json", config)
+    return write_checkpoint(
+        destination,
+        {"command": "dequantize", "dtype": str(dtype)},
+        pack(_layer_by_layer(units), shard_bytes),
+        checkpoint.reader,
+        {"config.json": config},
+        workers=workers,
+        progress=progress,
+        left_behind=["recipe.yaml"],  # llm-compressor's: it describes what is undone here
+    )
 
 
 def convert_dialect(
@@ -96,9 +111,10 @@ def convert_dialect(
     *,
     dialect: Dialect | str,
     shard_bytes: int = checkpoint_io.DEFAULT_SHARD_BYTES,
+    workers: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> None:
+) -> bool:
     """Write an NVFP4 checkpoint in the other dialect: the same codes and block scales, and scales that decode alike.
 
     The dialects store the per-tensor scale in opposite directions, so it survives only if it is a power of two, as
@@ -106,11 +122,15 @@ def convert_dialect(
 
     Args:
         source: directory of the other dialect.
-        destination: directory to make; it must not exist. It appears when everything is written.
+        destination: a directory that is not there, is empty, or holds the same job, finished or not.
         dialect: which one to write.
         shard_bytes: size of a shard.
+        workers: threads; None: one for each CPU core, at most 8.
         trust_remote_code: run the model code that the source brings, where transformers has none.
         progress: called with (done, total) bytes of the source.
+
+    Returns:
+        Whether anything was written; False where ``destination`` holds what this call makes, its hashes verified.
 
     Raises:
         ValueError: ``source`` is in that dialect already; a scale that would change bits (named); scales of a KV cache;
@@ -124,40 +144,44 @@ def convert_dialect(
     model = skeleton(source, checkpoint.reader.names(), trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     target = disk_plan(model, conversion, dialect)
-    names, weights_only = [disk.name for disk in target.weights], checkpoint.weights_only
-    engine_limits.warn(checkpoint.reader.config, dialect, names, weights_only=weights_only, stacklevel=2)
+    quantized, weights_only = [disk.name for disk in target.weights], checkpoint.weights_only
+    engine_limits.warn(checkpoint.reader.config, dialect, quantized, weights_only=weights_only, stacklevel=2)
     recoded = _Recoded(checkpoint, model, plan)
     if recoded.unplaced:
         raise ValueError(f"{source}: {recoded.unplaced[0]} belongs to no module of {type(model).__name__}")
-    makers: dict[str, Maker] = {}
+    units: dict[str, Unit] = {}
     for name, disks in by_parameter(target).items():
         parts = [disk for disk in plan.weights if disk.weight.name == name]
-        makers[disks[0].name] = lambda parts=parts, disks=disks: _in_dialect(checkpoint, model, parts, disks, dialect)
+        layouts = _layouts_of(checkpoint, model, parts, disks, dialect)
+        make = partial(_in_dialect, checkpoint, model, parts, disks, dialect)
+        units[disks[0].name] = recoded.unit(layouts, make, [disk.name for disk in parts])
     joined, split = recoded.biases(), _by_bias_source(target)
     for name, biases in joined.items():
-        makers[name] = lambda name=name, biases=biases: _rebuilt_biases(checkpoint, model, biases, split.get(name))
+        kept, whole = checkpoint.reader.entry(biases[0].name).dtype, model.get_parameter(biases[0].parameter)
+        into = split.get(name, [])
+        layouts = {bias.name: (kept, tuple(bias.of_source(whole).shape)) for bias in into}
+        layouts = layouts or {name: (kept, tuple(whole.shape))}
+        units[name] = recoded.unit(layouts, partial(_rebuilt_biases, checkpoint, model, name, biases, into))
     for name in recoded.rest:
-        makers[name] = lambda name=name: _split_bias(name, checkpoint.reader.get(name), split.get(name))
-    require_space(Path(destination), checkpoint.reader.nbytes())
-    with checkpoint_io.whole_directory(destination) as directory:
-        checkpoint_io.write_shards(directory, _stream(makers, checkpoint.reader.nbytes(), progress), shard_bytes)
-        checkpoint_io.copy_companions(checkpoint.reader.path, directory)
-        _write_configs(directory, checkpoint, model, target, recoded.rest, dialect)
+        if name in split:
+            layouts = {b.name: (checkpoint.reader.entry(name).dtype, _shape_of(b, model)) for b in split[name]}
+            units[name] = recoded.unit(layouts, partial(_split_bias, checkpoint, name, split[name]))
+        else:
+            units[name] = copied(checkpoint.reader, name)
+    ignored = ignored_modules({n: len(checkpoint.reader.shape(n)) for n in recoded.rest}, target, model, dialect)
+    return write_checkpoint(
+        destination,
+        {"command": "convert-dialect", "dialect": dialect.value},
+        pack(_layer_by_layer(units), shard_bytes),
+        checkpoint.reader,
+        _configs(checkpoint, ignored, dialect),
+        workers=workers,
+        progress=progress,
+    )
 
 
-def _yields(name: str, make: Callable[[], Tensor]) -> Maker:
-    return lambda: iter([(name, make())])
-
-
-def _stream(makers: dict[str, Maker], total: int, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
-    """Layer by layer. Progress is counted in tensors: what a maker reads is a fixed share of what it is part of."""
-    done, step = 0, total / max(1, len(makers))
-    for layer in by_layer(makers).values():
-        for name in layer:
-            yield from makers[name]()
-            done += 1
-            if progress is not None:
-                progress(min(total, round(done * step)), total)
+def _layer_by_layer(units: dict[str, Unit]) -> Iterable[Unit]:
+    return (units[name] for layer in by_layer(units).values() for name in layer)
 
 
 class _Recoded:
@@ -169,14 +193,21 @@ class _Recoded:
     """
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module, plan: Plan) -> None:
-        self.plan = plan
+        self.checkpoint, self.plan = checkpoint, plan
         placed = {disk.name for disk in plan.weights}
         self.unplaced = [n for n in checkpoint.quantized() if n not in placed and n not in checkpoint.renamed.values()]
-        names = [checkpoint.tensor_names(name) for name in (*placed, *self.unplaced)]
-        taken = {tensor for n in names for tensor in (*n.weight, n.input_scale)} | {b.name for b in plan.biases}
+        tensors = [checkpoint.tensor_names(name) for name in (*placed, *self.unplaced)]
+        taken = {tensor for n in tensors for tensor in (*n.weight, n.input_scale)} | {b.name for b in plan.biases}
         self.rest = [n for n in checkpoint.reader.names() if n not in taken and not n.endswith(CACHE_SCALES)]
         elsewhere = {disk.source for disk in plan.weights} | {bias.source for bias in plan.biases}
         require_tensors(checkpoint.reader, model, elsewhere)
+
+    def unit(
+        self, layouts: dict[str, Layout], make: Callable[[], Iterator[Piece]], weights: Iterable[str] = ()
+    ) -> Unit:
+        """What makes these tensors, of these quantized weights (none: of something small)."""
+        read = (t for name in weights for t in self.checkpoint.tensor_names(name).weight)
+        return Unit(layouts, sum(self.checkpoint.reader.entry(t).nbytes for t in read), make)
 
     def by_source(self) -> dict[str, list[DiskWeight]]:
         """Weights by the BF16 tensor that they are parts of."""
@@ -200,12 +231,15 @@ def _by_bias_source(plan: Plan) -> dict[str, list[SplitBias]]:
 # ----------------------------------------------------------------------------------------------------------- dequantize
 
 
-def _decoded(checkpoint: Checkpoint, model: nn.Module, parts: list[DiskWeight], dtype: torch.dtype) -> Tensor:
+def _decoded(
+    checkpoint: Checkpoint, model: nn.Module, name: str, parts: list[DiskWeight], dtype: torch.dtype
+) -> Iterator[Piece]:
     """The BF16 tensor on disk that ``parts`` make up."""
     first, parameter = parts[0], model.get_parameter(parts[0].weight.name)
     if len(parts) == 1 and first.source_expert is None and first.source_rows is None:
         value = ops.dequantize(read_part(checkpoint, parameter, first), dtype)
-        return (value.mT if first.source_transposed else value).contiguous()
+        yield name, 0, value.mT if first.source_transposed else value
+        return
     value = None
     for disk in parts:
         decoded = ops.dequantize(read_part(checkpoint, parameter, disk), dtype)
@@ -217,15 +251,15 @@ def _decoded(checkpoint: Checkpoint, model: nn.Module, parts: list[DiskWeight], 
             value = torch.empty(*stacked, n, k, dtype=dtype)
         cut(value, disk.source_expert, disk.source_rows).copy_(decoded)
     assert value is not None
-    return (value.mT if first.source_transposed else value).contiguous()
+    yield name, 0, value.mT if first.source_transposed else value
 
 
-def _decoded_alone(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
+def _decoded_alone(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Piece]:
     value = ops.dequantize(checkpoint.read(name), dtype)
-    return value if name.endswith(".weight") else value.mT.contiguous()
+    yield name, 0, value if name.endswith(".weight") else value.mT
 
 
-def _joined(checkpoint: Checkpoint, model: nn.Module, biases: list[SplitBias]) -> Tensor:
+def _joined(checkpoint: Checkpoint, model: nn.Module, name: str, biases: list[SplitBias]) -> Iterator[Piece]:
     """The 2-D bias [E, N] of a stack from its experts' biases."""
     value = torch.empty_like(model.get_parameter(biases[0].parameter), device="cpu").detach()
     for i, bias in enumerate(biases):
@@ -237,7 +271,7 @@ def _joined(checkpoint: Checkpoint, model: nn.Module, biases: list[SplitBias]) -
                 f"{checkpoint.reader.path}: {bias.name} must have shape {list(place.shape)}, got {list(part.shape)}"
             )
         place.copy_(part)
-    return value
+    yield name, 0, value
 
 
 # -------------------------------------------------------------------------------------------------------------- dialect
@@ -252,27 +286,47 @@ def _require_exact(checkpoint: Checkpoint, dialect: Dialect) -> None:
             "checkpoint, or quantize the original without it"
         )
     for name in checkpoint.quantized():
-        names = checkpoint.tensor_names(name)
-        if names.scale not in checkpoint.reader:
+        tensors = checkpoint.tensor_names(name)
+        if tensors.scale not in checkpoint.reader:
             continue
-        scale = dialects.one_number(f"{path}: {names.scale}", checkpoint.reader.get(names.scale))
+        scale = dialects.one_number(f"{path}: {tensors.scale}", checkpoint.reader.get(tensors.scale))
         if math.frexp(scale.item())[0] != 0.5:
             raise ValueError(
-                f"{path}: {names.scale} is {scale.item()}, not a power of two; the {dialect} dialect stores its "
+                f"{path}: {tensors.scale} is {scale.item()}, not a power of two; the {dialect} dialect stores its "
                 "reciprocal, which would change bits. Quantize the original anew with --recipe aligned, or dequantize"
             )
-        if names.input_scale in checkpoint.reader:
-            stored = dialects.one_number(f"{path}: {names.input_scale}", checkpoint.reader.get(names.input_scale))
+        if tensors.input_scale in checkpoint.reader:
+            stored = dialects.one_number(f"{path}: {tensors.input_scale}", checkpoint.reader.get(tensors.input_scale))
             if not bool((stored.reciprocal().reciprocal() == stored).all()):
                 raise ValueError(
-                    f"{path}: {names.input_scale} is {stored.flatten().tolist()}; the {dialect} dialect stores its "
+                    f"{path}: {tensors.input_scale} is {stored.flatten().tolist()}; the {dialect} dialect stores its "
                     "reciprocal, which would change bits"
                 )
 
 
+def _layouts_of(
+    checkpoint: Checkpoint, model: nn.Module, parts: list[DiskWeight], target: list[DiskWeight], dialect: Dialect
+) -> dict[str, Layout]:
+    """Of what :func:`_in_dialect` makes."""
+    parameter, layouts = model.get_parameter(parts[0].weight.name), {}
+    scaled = any(checkpoint.tensor_names(disk.name).input_scale in checkpoint.reader for disk in parts)
+    for disk in target:
+        whole = parameter.mT if disk.weight.format.transposed else parameter
+        shape = cut(whole, disk.expert, disk.rows).shape
+        layouts |= dialects.layouts(disk.name, shape, dialect, transposed=disk.stored_transposed)
+        if scaled:
+            scale = dialects.tensor_names(disk.name, dialect).input_scale
+            layouts[scale] = torch.float32, dialects.scale_shape(dialect)
+    return layouts
+
+
+def _shape_of(bias: SplitBias, model: nn.Module) -> tuple[int, ...]:
+    return tuple(bias.of_source(model.get_parameter(bias.parameter)).shape)
+
+
 def _in_dialect(
     checkpoint: Checkpoint, model: nn.Module, parts: list[DiskWeight], target: list[DiskWeight], dialect: Dialect
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[Piece]:
     """One parameter's tensors in the other dialect."""
     same, parameter = {_place(disk): disk for disk in parts}, model.get_parameter(parts[0].weight.name)
     if all(_place(disk) in same for disk in target):
@@ -296,21 +350,22 @@ def _place(disk: DiskWeight) -> tuple[Any, ...]:
     return disk.expert, rows
 
 
-def _written(disk: DiskWeight, q: NVFP4Tensor, scale: Tensor | None, dialect: Dialect) -> Iterator[tuple[str, Tensor]]:
-    yield from dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed).items()
+def _written(disk: DiskWeight, q: NVFP4Tensor, scale: Tensor | None, dialect: Dialect) -> Iterator[Piece]:
+    for name, tensor in dialects.write(disk.name, q, dialect, transposed=disk.stored_transposed).items():
+        yield name, 0, tensor
     if scale is not None:
-        shape = () if dialect is Dialect.MODELOPT else (1,)
-        yield dialects.tensor_names(disk.name, dialect).input_scale, scale.float().reciprocal().reshape(shape)
+        name, shape = dialects.tensor_names(disk.name, dialect).input_scale, dialects.scale_shape(dialect)
+        yield name, 0, scale.float().reciprocal().reshape(shape)
 
 
 def _input_scale(checkpoint: Checkpoint, parts: list[DiskWeight]) -> Tensor | None:
     """What the parts store, if they store the same."""
-    names = [checkpoint.tensor_names(disk.name).input_scale for disk in parts]
-    present = [name for name in names if name in checkpoint.reader]
+    scales_of = [checkpoint.tensor_names(disk.name).input_scale for disk in parts]
+    present = [name for name in scales_of if name in checkpoint.reader]
     if not present:
         return None
-    if len(present) < len(names):
-        missing = next(name for name in names if name not in checkpoint.reader)
+    if len(present) < len(scales_of):
+        missing = next(name for name in scales_of if name not in checkpoint.reader)
         raise ValueError(f"{checkpoint.reader.path}: {missing} is missing; other parts of the stack have theirs")
     scales = [checkpoint.reader.get(name) for name in present]
     for name, scale in zip(present, scales, strict=True):
@@ -322,25 +377,23 @@ def _input_scale(checkpoint: Checkpoint, parts: list[DiskWeight]) -> Tensor | No
 
 
 def _rebuilt_biases(
-    checkpoint: Checkpoint, model: nn.Module, biases: list[SplitBias], split: list[SplitBias] | None
-) -> Iterator[tuple[str, Tensor]]:
-    yield from _split_bias(biases[0].source, _joined(checkpoint, model, biases), split)
+    checkpoint: Checkpoint, model: nn.Module, name: str, biases: list[SplitBias], into: list[SplitBias]
+) -> Iterator[Piece]:
+    for _, _, value in _joined(checkpoint, model, name, biases):
+        yield from ((bias.name, 0, bias.of_source(value)) for bias in into)
+        if not into:
+            yield name, 0, value
 
 
-def _split_bias(name: str, tensor: Tensor, split: list[SplitBias] | None) -> Iterator[tuple[str, Tensor]]:
-    if split is None:
-        yield name, tensor
-    else:
-        yield from ((bias.name, bias.of_source(tensor).clone()) for bias in split)
+def _split_bias(checkpoint: Checkpoint, name: str, into: list[SplitBias]) -> Iterator[Piece]:
+    tensor = checkpoint.reader.get(name)
+    yield from ((bias.name, 0, bias.of_source(tensor)) for bias in into)
 
 
-def _write_configs(
-    directory: Path, checkpoint: Checkpoint, model: nn.Module, target: Plan, rest: list[str], dialect: Dialect
-) -> None:
-    ignored = ignored_modules({n: len(checkpoint.reader.shape(n)) for n in rest}, target, model, dialect)
-    config = dict(checkpoint.reader.config)
-    config["quantization_config"] = dialects.quantization_config(dialect, ignored, weights_only=checkpoint.weights_only)
+def _configs(checkpoint: Checkpoint, ignored: list[str], dialect: Dialect) -> dict[str, dict[str, Any]]:
+    weights_only = checkpoint.weights_only
+    entry = dialects.quantization_config(dialect, ignored, weights_only=weights_only)
+    files = {"config.json": checkpoint.reader.config | {"quantization_config": entry}}
     if dialect is Dialect.MODELOPT:
-        legacy = dialects.hf_quant_config(ignored, weights_only=checkpoint.weights_only)
-        checkpoint_io.write_json(directory / "hf_quant_config.json", legacy)
-    checkpoint_io.write_json(directory / "config.json", config)
+        files = {"hf_quant_config.json": dialects.hf_quant_config(ignored, weights_only=weights_only), **files}
+    return files

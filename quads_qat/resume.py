@@ -9,7 +9,6 @@ keeps the shards whose hash is right and makes the others again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -18,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quads_qat.record import RECORD, FileRecord, differences, file_record, is_whole, record_text
+
 JOURNAL = ".quads_qat.journal"
 TEMPORARY = ".partial"
-
-Record = tuple[int, str]
-"""Size and SHA-256 of a finished shard."""
 
 
 class Destination:
@@ -34,9 +32,11 @@ class Destination:
         notes: what :meth:`note` put down, also before a kill.
     """
 
-    def __init__(self, path: Path, journal: int, recorded: dict[str, Record], notes: dict[str, Any]) -> None:
-        self.path, self._journal, self.notes = path, journal, notes
-        self.finished = {file: record for file, record in recorded.items() if _is_whole(path / file, record)}
+    def __init__(
+        self, path: Path, journal: int, job: dict[str, Any], recorded: dict[str, FileRecord], notes: dict[str, Any]
+    ) -> None:
+        self.path, self._journal, self._job, self.notes = path, journal, job, notes
+        self.finished = {file: record for file, record in recorded.items() if is_whole(path / file, record)}
         self._written = {path / file for file in recorded}
 
     def temporary(self, file: str) -> Path:
@@ -47,8 +47,7 @@ class Destination:
 
     def finish_shard(self, file: str) -> None:
         """Note a shard that is whole under its temporary name in the journal, and give it its own."""
-        path = self.path / f"{file}{TEMPORARY}"
-        size, digest = path.stat().st_size, sha256(path)
+        size, digest = file_record(self.path / f"{file}{TEMPORARY}")
         _append(self._journal, {"shard": file, "size": size, "sha256": digest})
         self._publish(file)
         self.finished[file] = size, digest
@@ -74,8 +73,14 @@ class Destination:
             if folder.is_symlink():
                 raise ValueError(f"{folder} is a symbolic link; nothing is written outside of {self.path}; remove it")
             folder.mkdir(exist_ok=True)
-        shutil.copyfile(source, self.temporary(file))
+        temporary = self.temporary(file)
+        shutil.copyfile(source, temporary)
+        sync(temporary)
         self._publish(file)
+
+    def write_record(self) -> None:
+        """Leave the hashes of all shards, and the job, for those who read the checkpoint."""
+        self.write_text(RECORD, record_text(self._job, self.finished))
 
     def _publish(self, file: str) -> None:
         os.replace(self.path / (file.replace("/", "--") + TEMPORARY), self.path / file)
@@ -92,7 +97,7 @@ class Destination:
 
 @contextmanager
 def open_destination(
-    path: str | Path, job: dict[str, Any], check_space: Callable[[dict[str, Record]], None]
+    path: str | Path, job: dict[str, Any], check_space: Callable[[dict[str, FileRecord]], None]
 ) -> Iterator[Destination]:
     """Lock ``path`` and make or continue ``job`` there. When the block ends well, the directory is the checkpoint.
 
@@ -120,11 +125,11 @@ def open_destination(
                 if new:  # of a directory that another process has finished meanwhile, or on a full disk
                     (path / JOURNAL).unlink()
                 raise
-            destination = Destination(path, journal, recorded, notes)
+            destination = Destination(path, journal, job, recorded, notes)
             try:
                 check_space(destination.finished)
                 yield destination
-                _sync(path)
+                sync(path)
                 (path / JOURNAL).unlink()
             finally:
                 _remove_temporaries(path)
@@ -142,16 +147,6 @@ def open_destination(
         raise ValueError(
             f"{path}: could not be written ({error.strerror or error}); {left or 'nothing was left behind'}"
         ) from error
-
-
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
-    digest, buffer = hashlib.sha256(), bytearray(1 << 22)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
 
 
 def _require_usable(path: Path) -> bool:
@@ -200,7 +195,7 @@ def _append(journal: int, line: dict[str, Any]) -> None:
     os.fsync(journal)
 
 
-def _read_journal(path: Path, journal: int, job: dict[str, Any]) -> tuple[dict[str, Record], dict[str, Any]]:
+def _read_journal(path: Path, journal: int, job: dict[str, Any]) -> tuple[dict[str, FileRecord], dict[str, Any]]:
     """Shards that were finished, and notes; none in a new journal. A last line that was cut off does not count."""
     text = (path / JOURNAL).read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
@@ -242,20 +237,9 @@ def _is_plain(shard: str) -> bool:
 
 
 def _require_same(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    if theirs == ours:
-        return
-    keys = [key for key in ours if theirs and theirs.get(key) != ours[key]]
-    different = [f"{key} is {theirs.get(key)!r}, not {ours[key]!r}" for key in keys]
-    raise ValueError(
-        f"{path} holds another job, unfinished: {'; '.join(different) or 'its journal cannot be read'}. Repeat that "
-        "one, or remove the directory"
-    )
-
-
-def _is_whole(file: Path, record: Record) -> bool:
-    if file.is_symlink() or not file.is_file() or file.stat().st_size != record[0]:
-        return False
-    return sha256(file) == record[1]
+    if different := differences(theirs, ours):
+        different = different if theirs else "its journal cannot be read"
+        raise ValueError(f"{path} holds another job, unfinished: {different}. Repeat that one, or remove the directory")
 
 
 def _remove_temporaries(path: Path) -> None:
@@ -263,9 +247,9 @@ def _remove_temporaries(path: Path) -> None:
         file.unlink()
 
 
-def _sync(directory: Path) -> None:
-    """Have the system put the names in a directory on the disk."""
-    opened = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have the system put a file, or the names in a directory, on the disk."""
+    opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:

@@ -86,8 +86,8 @@ def write_decoded(path: Path, target: Path, dtype: torch.dtype = torch.bfloat16)
 
 
 def rewritten(path: Path, target: Path, change: Mapping[str, Tensor | None]) -> Path:
-    """A copy of a single-file checkpoint with tensors replaced, added, or (None) left out."""
-    shutil.copytree(path, target)
+    """A copy of a single-file checkpoint with tensors replaced, added, or (None) left out; without its hashes."""
+    shutil.copytree(path, target, ignore=shutil.ignore_patterns("quads_qat_files.json"))
     changed = tensors(path) | dict(change)
     kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
     save_file(kept, target / "model.safetensors", {"format": "pt"})

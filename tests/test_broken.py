@@ -16,6 +16,7 @@ from torch import nn
 import quads_qat as qq
 from quads_qat.compare import diff, inspect_checkpoint
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect
+from quads_qat.record import RECORD
 from quads_qat.resume import JOURNAL
 from quads_qat.safetensors_file import read_header
 from quads_qat.verify import verify_checkpoint
@@ -345,6 +346,7 @@ def test_a_directory_that_was_finished_meanwhile_stays_as_it_is(
     qq.quantize_checkpoint(files / "source", tmp_path / "out")
     before = sorted((tmp_path / "out").iterdir())
     monkeypatch.setattr("quads_qat.resume._require_usable", lambda path: False)
+    monkeypatch.setattr("quads_qat.output_shards.is_complete", lambda path, job: False)
     with pytest.raises(ValueError, match="exists already and holds"):
         qq.quantize_checkpoint(files / "source", tmp_path / "out")
     assert sorted((tmp_path / "out").iterdir()) == before
@@ -380,3 +382,39 @@ def test_model_code_whose_name_is_none(code: Any, files: Path, tmp_path: Path):
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"must name its model code as file\.Class"):
         qq.quantize_checkpoint(tmp_path / "source", tmp_path / "out", trust_remote_code=True)
+
+
+@pytest.mark.parametrize("made_by", ["export", "quantize", "convert-dialect"])
+def test_any_byte_of_any_shard_that_has_changed_is_seen(made_by: str, files: Path, tmp_path: Path):
+    """The activation scale of a weight whose input nothing else takes cannot be computed anew from weights."""
+    path = files / "modelopt"
+    options: dict[str, Any] = {"shard_bytes": 100_000}
+    if made_by == "quantize":
+        path = tmp_path / "quantized"
+        qq.quantize_checkpoint(files / "source", path, activations=files / "modelopt", **options)
+    elif made_by == "convert-dialect":
+        path = tmp_path / "converted"
+        qq.convert_dialect(files / "modelopt", path, dialect="compressed-tensors", **options)
+    assert verify_checkpoint(files / "source", path).ok
+    assert inspect_checkpoint(path)["problems"] == []
+    scale = "model.layers.0.self_attn.o_proj.input_" + ("global_scale" if made_by == "convert-dialect" else "scale")
+    shard = next(file for file in path.glob("*.safetensors") if scale in read_header(file))
+    data, trainer = shard.read_bytes(), qq.convert(tiny_model("qwen3_moe"), "w4a16")
+    assert qq.verify(trainer, path).ok
+    at = read_header(shard)[scale].begin
+    for place in (at, at + 1, at + 2, len(data) // 2, len(data) - 1):
+        shard.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert not verify_checkpoint(files / "source", path).ok
+        problems = " ".join(inspect_checkpoint(path)["problems"])
+        assert f"{shard.name}: its bytes are not those that were written" in problems
+        with pytest.raises(qq.VerificationError, match=shard.name if place < at + 3 else "differs, first"):
+            qq.verify(trainer, path)
+    shard.write_bytes(data)
+    assert qq.verify(trainer, path).ok
+
+
+def test_hashes_are_not_carried_into_what_is_made_of_a_checkpoint(files: Path, tmp_path: Path):
+    qq.dequantize_checkpoint(files / "modelopt", tmp_path / "plain")
+    qq.quantize_checkpoint(tmp_path / "plain", tmp_path / "again")
+    made_by = [json.loads((tmp_path / name / RECORD).read_text())["made_by"] for name in ("plain", "again")]
+    assert [job["command"] for job in made_by] == ["dequantize", "quantize"]

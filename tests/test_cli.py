@@ -73,6 +73,25 @@ def test_our_warnings_are_one_line():
     assert cli._one_line("old", FutureWarning, "x.py", 1, line="x") == "warning: FutureWarning: old\n"
 
 
+def test_a_finished_checkpoint_is_not_made_again(checkpoints: dict[str, Path], tmp_path: Path):
+    done = quads_qat("quantize", DATA, checkpoints["modelopt"], "--weights-only")
+    assert done.returncode == 0, done.stderr
+    assert "already complete, 112 weights quantized" in done.stdout
+    for command in (("dequantize",), ("convert-dialect", "--dialect", "compressed-tensors")):
+        arguments = (command[0], checkpoints["modelopt"], tmp_path / command[0], *command[1:], "--json")
+        said = [json.loads(quads_qat(*arguments).stdout)["already_complete"] for _ in range(2)]
+        assert said == [False, True]
+    done = quads_qat("quantize", DATA, checkpoints["modelopt"], "--weights-only", "--scope", "mlp")
+    assert_one_line_error(done, "exists already; remove it or choose another destination (it was made otherwise: scope")
+
+
+def test_inspect_of_what_is_not_finished(tmp_path: Path):
+    (tmp_path / ".quads_qat.journal").write_text("{}")
+    assert_one_line_error(
+        quads_qat("inspect", tmp_path), "is not finished (0 shards are there). If no process is making"
+    )
+
+
 def test_verify_says_equal(checkpoints: dict[str, Path]):
     for path in checkpoints.values():
         done = quads_qat("verify", DATA, path, "--json")

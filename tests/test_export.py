@@ -322,7 +322,7 @@ def test_companions_are_copied_and_the_config_is_extended(tmp_path: Path) -> Non
     qq.export_checkpoint(model, tmp_path / "out", dialect="compressed-tensors", source=source)
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert found == {
-        *("config.json", "generation_config.json", "model.safetensors"),
+        *("config.json", "generation_config.json", "model.safetensors", "quads_qat_files.json"),
         *("tokenizer.json", "chat_template.jinja", "modeling_mine.py", "merges.txt"),
     }
     written = config(tmp_path / "out")

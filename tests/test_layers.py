@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
             *("dialects", "engine_limits", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
             "required_tensors",
+            "record",
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),

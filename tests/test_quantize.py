@@ -27,6 +27,7 @@ import quads_qat as qq
 from quads_qat import Dialect, checkpoint_io
 from quads_qat import quantize as quantize_module
 from quads_qat.demo import DATA
+from quads_qat.record import RECORD
 
 SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
 dialects = pytest.mark.parametrize("dialect", list(Dialect), ids=str)
@@ -81,7 +82,10 @@ def test_hundreds_of_shards_give_the_files_that_one_gives(
     options: dict[str, Any] = {"dialect": dialect, "shard_bytes": 20_000}
     for source, out, workers in ((one_file, "a", 1), (many_files, "b", 2), (many_files, "c", 5)):
         qq.quantize_checkpoint(source, tmp_path / out, workers=workers, **options)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
+    made = [contents(tmp_path / out) for out in ("a", "b", "c")]
+    assert made[1] == made[2]
+    assert len({files.pop(RECORD) for files in made}) == 2  # which says what source it is of
+    assert made[0] == made[1]
     assert qq.verify_checkpoint(many_files, tmp_path / "a").ok
 
     index = json.loads((tmp_path / "a" / checkpoint_io.INDEX).read_text("utf-8"))

@@ -18,6 +18,8 @@ from by_hand import CHECKPOINTS, rewritten, tensors
 
 import quads_qat as qq
 from quads_qat import safetensors_file
+from quads_qat.compare import inspect_checkpoint
+from quads_qat.record import RECORD
 from quads_qat.resume import JOURNAL
 
 SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
@@ -101,8 +103,10 @@ def test_a_kill_anywhere(point: float, events: int, expected: dict[str, bytes], 
     assert in_child(lambda: quantize(out), at) == -1
     if out.exists() and contents(out).keys() != expected.keys() | {JOURNAL}:
         assert not (out / "config.json").exists()
-        with pytest.raises(ValueError, match=r"config\.json is missing"):
-            qq.load_model(out)
+        said = r"config\.json is missing" if not (out / JOURNAL).exists() else r"out is not finished \(\d+ shards are"
+        for read in (qq.load_model, inspect_checkpoint):
+            with pytest.raises(ValueError, match=said):
+                read(out)
     kept = {p.name: p.stat().st_ino for p in out.glob("*.safetensors")} if out.exists() else {}
     quantize(out)
     assert contents(out) == expected
@@ -118,6 +122,40 @@ def test_one_kill_after_another(events: int, expected: dict[str, bytes], tmp_pat
     assert found == sorted(found)
     assert found[-1] > found[0]
     quantize(out, workers=2)
+    assert contents(out) == expected
+
+
+NVFP4 = CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"
+RECODINGS: dict[str, Callable[[Path], Any]] = {
+    "dequantize": lambda out: qq.dequantize_checkpoint(NVFP4, out, **OPTIONS),
+    "convert-dialect": lambda out: qq.convert_dialect(
+        out.parent / "ours", out, dialect="compressed-tensors", **OPTIONS
+    ),
+}
+
+
+@pytest.mark.parametrize("command", RECODINGS)
+def test_what_is_recoded_is_continued_too(command: str, tmp_path: Path) -> None:
+    if command == "convert-dialect":
+        qq.quantize_checkpoint(SOURCE, tmp_path / "ours")
+    make, out = RECODINGS[command], tmp_path / "out"
+    count = in_child(lambda: make(tmp_path / "whole"), None)
+    expected = contents(tmp_path / "whole")
+    assert len([name for name in expected if name.endswith(".safetensors")]) > 10
+    found = []
+    for point in (0.2, 0.5, 0.9, -1):
+        assert in_child(lambda: make(out), int(count * point) if point > 0 else None) == (-1 if point > 0 else count)
+        found.append(len(list(out.glob("*.safetensors"))))
+        assert (out / "config.json").exists() == (point < 0)
+        if point > 0:
+            with pytest.raises(ValueError, match="is not finished"):
+                qq.load_model(out)
+            shutil.copytree(out, tmp_path / str(point))
+            make(tmp_path / str(point))
+            assert contents(tmp_path / str(point)) == expected
+            shutil.rmtree(out)
+    assert found[0] < found[1] < found[2]
+    assert make(out) is False
     assert contents(out) == expected
 
 
@@ -232,8 +270,53 @@ def test_two_at_once(expected: dict[str, bytes], tmp_path: Path) -> None:
     quantize(out, progress=meanwhile)
     assert refused
     assert contents(out) == expected
-    with pytest.raises(ValueError, match="exists already"):
+
+
+def test_a_finished_one_is_not_made_again(expected: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert qq.quantize_checkpoint(SOURCE, out, **OPTIONS) is True
+    times = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert qq.quantize_checkpoint(SOURCE, out, **OPTIONS) is False
+    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == times
+    assert contents(out) == expected
+    source = shutil.copytree(SOURCE, tmp_path / "source", copy_function=shutil.copyfile)
+    other: list[tuple[dict[str, Any], str]] = [
+        ({"recipe": "modelopt"}, "recipe is 'aligned', not 'modelopt'"),
+        ({"shard_bytes": 30_000}, "shards is "),
+        ({"source": source}, "source is "),
+        ({"residual": qq.ResidualConfig()}, "rollout is None, not "),
+        ({"activations": CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"}, "activations is "),
+    ]
+    for change, match in other:
+        with pytest.raises(ValueError, match=rf"out exists already; remove .* \(it was made otherwise: .*{match}"):
+            quantize(out, **change)
+    with pytest.raises(ValueError, match=r"it was made otherwise: command is 'quantize', not 'dequantize'\)"):
+        qq.dequantize_checkpoint(SOURCE.parents[1] / "modelopt" / "qwen3moe-nvfp4", out)
+    assert contents(out) == expected
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "cut", "gone"])
+def test_a_finished_one_whose_shard_was_changed_is_not_taken_for_whole(how: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize(out)
+    shard = sorted(out.glob("*.safetensors"))[1]
+    DAMAGE[how](shard)
+    before = contents(out)
+    with pytest.raises(ValueError, match=f"exists already, but {shard.name}: .*; remove the directory"):
         quantize(out)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2, "made_by": {}, "files": {}}', '{"version": 1}', "null"])
+def test_a_record_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    quantize(tmp_path / "out")
+    (tmp_path / "out" / RECORD).write_text(text)
+    with pytest.raises(ValueError, match=f"{RECORD}"):
+        quantize(tmp_path / "out")
+    qq.load_model(tmp_path / "out")  # it is for verify, not for loading
+    (tmp_path / "out" / RECORD).unlink()
+    with pytest.raises(ValueError, match="out exists already; remove it or choose another destination"):
+        quantize(tmp_path / "out")
 
 
 def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes], tmp_path: Path) -> None:

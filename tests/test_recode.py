@@ -25,6 +25,7 @@ from quads_qat.contract import contract_of
 from quads_qat.load import Checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
+from quads_qat.record import RECORD
 
 PEERS = sorted(f"{p}/{path.name}" for p in ("modelopt", "compressed_tensors") for path in (CHECKPOINTS / p).iterdir())
 dialects = pytest.mark.parametrize("dialect", list(Dialect), ids=str)
@@ -71,7 +72,7 @@ def test_peers_checkpoints_become_plain_ones(fixture: str, tmp_path: Path) -> No
     assert tensors(plain).keys() == tensors(original).keys()
     assert {name: t.shape for name, t in tensors(plain).items()} == {n: t.shape for n, t in tensors(original).items()}
     assert not {"quantization_config", "quads_qat"} & config(plain).keys()
-    assert sorted(os.listdir(plain)) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(os.listdir(plain)) == ["config.json", "generation_config.json", "model.safetensors", RECORD]
 
 
 @pytest.mark.parametrize(
