@@ -177,6 +177,10 @@ def _experts(device: str, n: int, k: int, rounds: int) -> Iterator[Row]:
         if tokens == 1:  # one row for each of eight experts, which bmm reads where they are
             few = [w[i : i + CHOSEN].mT for w in plain for i in range(0, EXPERTS, 2 * CHOSEN)]
             calls["bmm"] = [partial(torch.bmm, x[:, None], w) for w in few]
+        if tokens == 8:  # as if the experts that have rows, about 52, lay side by side with two rows each
+            used, most = sum(int(offs.unique().count_nonzero()) for offs in groups) // len(groups), 2
+            rows = torch.randn(used, most, k, device=device, dtype=torch.bfloat16)
+            calls["bmm"] = [partial(torch.bmm, rows, w[i : i + used].mT) for w in plain for i in (0, EXPERTS - used)]
         yield _row(f"W4A16 experts [{EXPERTS}, {n}, {k}] tokens={tokens}", calls, rounds)
 
 

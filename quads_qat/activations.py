@@ -82,7 +82,7 @@ def _quantize_activation(
     activation = _format(recipe, scale)
     residual = _config(scope, fraction, norm, granularity)
     residual = residual if count_of_terms(residual, x.shape[-1]) == 2 else None
-    if backend == "triton" and _fits_the_kernel(x, activation):
+    if backend == "triton" and fits_the_kernel(x, activation):
         terms, chosen = _by_kernel(x, activation, residual, mask, return_mask, ordered)
     else:
         by = _by_parts if backend == "triton" else _by_reference
@@ -167,7 +167,8 @@ def _in_tensor_core_order(terms: Tensor) -> Tensor:
     return runs.permute(*lead, i, q, t, h).reshape(terms.shape)
 
 
-def _fits_the_kernel(x: Tensor, activation: ActivationFormat) -> bool:
+def fits_the_kernel(x: Tensor, activation: ActivationFormat) -> bool:
+    """Whether one kernel makes all terms of x, in either order of K."""
     from quads_qat.kernels.residual import LONGEST_ROW
 
     dynamic = activation.scale is not ActivationScale.STATIC and activation.recipe is Recipe.ALIGNED

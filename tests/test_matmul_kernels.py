@@ -17,7 +17,7 @@ import torch
 from bits import assert_same_bits
 from torch import Tensor
 
-from quads_qat import ops, reference, reference_matmul
+from quads_qat import gemms, ops, reference, reference_matmul
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig
 from quads_qat.kernels import matmul as module
 from quads_qat.kernels.decode import to_tensor_core_order
@@ -361,6 +361,35 @@ def test_ops_of_quantized_activations_follow_the_reference(recipe: Recipe, scale
             wanted = reference_matmul.residual_linear(x, q, residual, **options)
         size = x.abs() @ reference.dequantize(q, torch.float32).abs().t()
         assert ((y - wanted).abs() <= 2 * 258 * 2.0**-22 * size).all()
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_activations_are_quantized_in_the_order_that_the_gemm_reads(
+    grouped: bool, terms: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The same bits as in ordinary order, without the pass that reorders."""
+    q, x = weight(*([2] if grouped else []), 48, 128, dim=(1, 2) if grouped else None), noise(20, 128)
+    options: dict = {"offs": torch.tensor([9, 20], dtype=torch.int32, device=DEVICE)} if grouped else {}
+    if terms == 2:
+        options["residual"] = ResidualConfig(fraction=1.0)
+    prefix, name = "grouped_" if grouped else "", "linear_w4a4" if terms == 1 else "residual_linear"
+    function = getattr(ops, prefix + name)
+    orders, write = [], gemms.activations.quantize_activation
+
+    def spy(*arguments):
+        orders.append(arguments[-1])
+        return write(*arguments)
+
+    monkeypatch.setattr(gemms.activations, "quantize_activation", spy)
+    got = function(x, q, **options, backend="triton")
+    monkeypatch.setattr(gemms, "_wants_order", lambda *_: False)
+    assert_same_bits(got, function(x, q, **options, backend="triton"))
+    assert orders == [True, False]
+    static = ActivationFormat(scale=ActivationScale.STATIC)  # put together from parts, in ordinary order
+    monkeypatch.undo()
+    assert not gemms._wants_order(x, q, static, terms, options.get("offs"))
+    assert not gemms._wants_order(x[:2], q, ActivationFormat(), terms, options.get("offs"))
 
 
 def test_a_weight_with_a_scale_for_each_row_is_decoded_first():

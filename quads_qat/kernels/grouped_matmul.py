@@ -39,6 +39,11 @@ def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: boo
     return Wide(128, columns, 8, 8, 3 if columns > 64 else 4, 1, stacked)
 
 
+def takes_order(m: int, n: int, k: int, experts: int, terms: int) -> bool:
+    """Whether :func:`grouped_matmul` of m rows wants them in tensor-core order, and would spend a pass on it."""
+    return isinstance(configuration(m, n, k, experts, terms, False), Wide)
+
+
 def grouped_matmul(
     x: Tensor,
     qdata: Tensor,

@@ -175,6 +175,11 @@ def counters(device: torch.device, count: int) -> Tensor:
     return found
 
 
+def takes_order(m: int, n: int, k: int, terms: int, device: torch.device) -> bool:
+    """Whether :func:`matmul` of m rows wants them in tensor-core order, and would spend a pass on it."""
+    return m * n > 0 and isinstance(configuration(m, n, k, terms, _device(device.index or 0)[0], False), Wide)
+
+
 def matmul(
     x: Tensor,
     qdata: Tensor,
