@@ -20,7 +20,7 @@ from quads_qat.experts import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
 from quads_qat.residual import SyncState
-from quads_qat.scale_groups import ScaleGroup, activation_key, group_key, joined_group
+from quads_qat.scale_groups import ZERO3, ScaleGroup, activation_key, group_key, is_zero3, joined_group
 from quads_qat.selection import default_exclusion, first_match, in_scope
 from quads_qat.sharding import cut_block
 
@@ -289,6 +289,8 @@ def _why_not(
 
 
 def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> None:
+    if is_zero3(weight):
+        raise ValueError(f"convert: {name} {ZERO3}")
     if weight.dtype not in _FLOATS:
         raise TypeError(
             f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "

@@ -85,6 +85,17 @@ def activation_key(group: str) -> str:
     return _EXPERT_INDEX.sub(r"\1.*", group)
 
 
+ZERO3 = (
+    "is sharded by DeepSpeed ZeRO-3, which gathers the parameters of one module at a time, so that no module sees all "
+    "weights that share its scale; use ZeRO up to stage 2, or FSDP2"
+)
+
+
+def is_zero3(weight: Tensor) -> bool:
+    """Whether DeepSpeed's stage 3 owns ``weight``; it gives parameters ids of its own."""
+    return hasattr(weight, "ds_id")
+
+
 @dataclass(eq=False)
 class ScaleGroup:
     """The weights that share one per-tensor scale (for a stack of experts: one per expert).
@@ -105,10 +116,13 @@ class ScaleGroup:
         """The members' current weights, with their adapters merged in.
 
         Raises:
-            RuntimeError: a member is sharded while another is whole: they sit in different FSDP units.
+            RuntimeError: a member is sharded while another is whole: they sit in different FSDP units; or DeepSpeed
+                shards parameters (ZeRO-3).
         """
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
-        # A DTensor, a ZeRO-3 stub, or a flat shard of FSDP1.
+        if is_zero3(weights[0]):
+            raise RuntimeError(f"{self.members[0][2]} {ZERO3}")
+        # A DTensor, or a flat shard of FSDP1.
         sharded = [hasattr(w, "placements") or w.numel() == 0 or w.ndim < 2 for w in weights]
         if any(sharded) and not all(sharded):
             inside, outside = sharded.index(False), sharded.index(True)

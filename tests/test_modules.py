@@ -185,12 +185,25 @@ def test_in_training_a_group_shares_the_largest_amax_and_follows_its_siblings():
 
 def test_a_sibling_that_is_still_sharded_is_an_error_that_names_both():
     model = qq.convert(fill(linears("attn.q_proj", "attn.k_proj")), "w4a16")
-    model.attn.k_proj.weight.data = torch.empty(0)  # as ZeRO-3 leaves it
+    model.attn.k_proj.weight.data = torch.empty(0)  # as FSDP1 leaves a shard of nothing
     message = (
         r"attn\.q_proj\.weight shares .* with attn\.k_proj\.weight, which is still sharded; wrap the parent module"
     )
     with pytest.raises(RuntimeError, match=message):
         model.attn.q_proj(torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("when", ["before convert", "after convert"])
+def test_parameters_of_zero_3_are_refused(when: str):
+    model = fill(linears("attn.q_proj", "attn.k_proj"))
+    if when == "after convert":
+        qq.convert(model, "w4a16")
+    for i, parameter in enumerate(model.parameters()):
+        parameter.ds_id = i  # gathered, as in a forward: still DeepSpeed's
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"attn\.q_proj\.weight is sharded by DeepSpeed ZeRO-3.* or FSDP2"
+    ):
+        qq.convert(model, "w4a16") if when == "before convert" else model.attn.q_proj(torch.ones(1, 32))
 
 
 def test_fake_quantize_ste_has_the_group_amax_forward_and_an_identity_backward():
