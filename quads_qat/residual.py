@@ -7,7 +7,8 @@ codes and scales only, 0.5625 bytes each; a dtype move never touches them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,15 @@ class SyncState:
         """Raise RuntimeError in a rollout that mixes old and new weights."""
         if self.broken:
             raise RuntimeError(self.broken)
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Inside, the state of the rollout can be read all the same, by the sync that makes it whole."""
+        broken, self.broken = self.broken, ""
+        try:
+            yield
+        finally:
+            self.broken = broken
 
 
 Record = Callable[[nn.Module, str, "int | None", Tensor], None]
@@ -154,6 +164,10 @@ class PackedModule(nn.Module):
             name: buffer.view(dtype) if name in scales and buffer is not None else buffer
             for name, buffer in self._buffers.items()
         }
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.sync.require_whole()  # whoever loads it could not tell
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name, buffer in self._buffers.items():

@@ -21,7 +21,8 @@ class Ledger:
 
     def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan) -> None:
         self.conversion, self.plan = conversion, plan
-        self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
+        with conversion.sync.readable():
+            self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
         self.seen: set[str] = set()
         self.unexpected: list[str] = []
         self.dialect: Dialect | None = None  # of the packed tensors, once a name has told

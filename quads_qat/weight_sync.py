@@ -82,8 +82,8 @@ def update_weights(
     """Give a rollout model new weights, in place: every parameter and buffer keeps its address. Any number of times.
 
     A layer is changed when all of its tensors have come and were found right (dtype, shape, finite), so a layer never
-    mixes old and new weights. A sync that fails leaves some layers new and others old; the rollout then refuses to run
-    until a complete sync. Tensors may come in any order, and are copied or consumed before the next is asked for, so
+    mixes old and new weights. A sync that fails leaves some layers new and others old; the rollout then refuses to run,
+    and to give a state_dict, until a complete sync. Tensors may come in any order, and are copied or consumed before the next is asked for, so
     their memory may be reused; order them by layers (as ``export_weights`` does) to need one layer of extra memory.
 
     Args:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import quads_qat as qq
 from quads_qat import names
 from quads_qat.config import Recipe
+from quads_qat.conversion import conversion_of
+from quads_qat.residual import PackedModule
 
 Stream = list[tuple[str, Tensor]]
 
@@ -77,7 +79,9 @@ def _packed(dialect: str) -> Stream:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    """Also of a rollout whose sync failed, which gives none to users."""
+    with conversion_of(model, "")[1].sync.readable():
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def addresses(model: nn.Module) -> dict[str, int]:
@@ -247,6 +251,9 @@ def refused(model: Any, stream: Any, message: str, **options: Any) -> None:
         qq.update_weights(model, stream, **options)
     with pytest.raises(RuntimeError, match=r"the last weight sync of this rollout failed .*; send all weights again"):
         logits(model)
+    for part in (model, next(m for m in model.modules() if isinstance(m, PackedModule))):
+        with pytest.raises(RuntimeError, match="the last weight sync of this rollout failed"):
+            part.state_dict()  # which a whole rollout would load without a word
     failed = state(model)
     qq.update_weights(model, trainer(seed=2).state_dict())
     assert_same_state(state(model), fresh(seed=2))
