@@ -73,6 +73,10 @@ def report_rl(results: Path = HERE / "results", out: Path = HERE.parent / "docs"
     """Print the tables of the logs in RESULTS/rl, and draw the figures of README's results."""
     for log in sorted((results / "rl").glob("*.jsonl")):
         print(table.of_log(log).as_markdown())
+    logs = [results / "rl" / f"{study}.jsonl" for study in ("main", "ablations")]
+    if all(log.exists() for log in logs):
+        print("## Ablations beside the main arms\n")
+        print(table.ablations(*(table.runs_of(table.read_log(log)[1]) for log in logs)))
     for path in figures.draw_all(results, HERE / "RESULTS.md", out):
         print(path)
 

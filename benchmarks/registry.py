@@ -106,9 +106,7 @@ class Report:
     def as_markdown(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [f"## {self.title}", "", f"{self.machine}, {versions}, {date.today()}", ""]
-        rule = ["---", *["---:"] * (len(self.header) - 2), "---"]
-        lines += ["| " + " | ".join(cells) + " |" for cells in (self.header, rule)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in self.cells()]
+        lines += markdown_table(self.header, self.cells())
         return "\n".join([*lines, "", self.legend]) + "\n"
 
     def as_json(self) -> str:
@@ -122,6 +120,12 @@ class Report:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.with_suffix(".json").write_text(self.as_json())
             out.with_suffix(".md").write_text(self.as_markdown())
+
+
+def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: a name, numbers, and a last column of text."""
+    rule = ("---", *["---:"] * (len(header) - 2), "---")
+    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
 
 
 Benchmark = Callable[..., Report]

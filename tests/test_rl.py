@@ -181,7 +181,7 @@ def test_the_command_logs_and_shows(model: Path, tmp_path: Path):
     result = CliRunner().invoke(app, ["report", "rl", "--results", str(tmp_path / "results"), "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "| quads |" in result.output
-    assert {path.name for path in out.iterdir()} == {"rl-gap-main.svg", "kernel-speed.svg"}
+    assert {path.name for path in out.iterdir()} == {"rl-gap.svg", "kernel-speed.svg"}
 
 
 def test_unknown_names_are_refused():
@@ -201,9 +201,78 @@ def test_collapse_is_half_of_the_best_mean_reward():
     assert table.collapse([*run([0.5] * 12), {"step": 12, "error": "ValueError"}]) == 12
 
 
-def test_runs_that_were_cut_off_are_left_out(tmp_path: Path):
-    whole = [{"arm": "a", "seed": 0, "step": 0, "reward": 1.0}, {"arm": "a", "seed": 0, "step": 1}]
-    assert table.runs_of([*whole, {"arm": "b", "seed": 0, "step": 0, "reward": 1.0}]) == {"a": {0: whole}}
+def logged(
+    arm: str, steps: int, seed: int = 0, ended: bool = True, reward: float = 0.5, gap: float = 0.1
+) -> list[dict]:
+    """Records of a run whose reward grows by 0.1 a step, evaluated every second step and at its end."""
+    numbers = {"gap_mean": gap, "gap_max": 1.0, "gap_k3": 0.01, "grad_norm": 1.0, "entropy": 0.2}
+    seconds = {"sample_s": 0.1, "train_s": 0.1, "sync_s": 0.1}
+    run = [{"step": i, "reward": reward + 0.1 * i} | numbers | seconds for i in range(steps)]
+    for record in run[::2]:
+        record |= {"rollout_accuracy": record["reward"], "trainer_accuracy": record["reward"]}
+    last = {"step": steps, "differing": 0, "rollout_accuracy": 1.0, "trainer_accuracy": 1.0}
+    return [{"arm": arm, "seed": seed} | record for record in [*run, *([last] if ended else [])]]
+
+
+def rows_of(markdown: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in row.split("|")[1:3]] for row in markdown.splitlines() if row.startswith("| quads")
+    ]
+
+
+def test_runs_that_were_cut_off_are_compared_over_the_steps_that_all_reached(tmp_path: Path):
+    cut_off = [*logged("quads-batch", 3, seed=0, ended=False), *logged("quads-batch", 4, seed=1, ended=False)]
+    broken = [{"arm": "naive", "seed": 0, "step": 0, "error": "ValueError"}]
+    records = [*broken, *cut_off, *logged("quads", 6, seed=1), *logged("quads", 6, seed=0)]
+    runs = table.runs_of(records)
+    assert [(arm, list(seeds)) for arm, seeds in runs.items()] == [
+        ("naive", [0]),
+        ("quads", [0, 1]),
+        ("quads-batch", [0, 1]),
+    ]
+    assert list(table.whole(runs)) == ["naive", "quads"]
+    assert table.common_steps(runs) == 3  # a run that broke is over, it holds no other back
+    settings = {"study": "main", "model": "tiny", "steps": 6, "prompts": 2, "samples": 2, "seeds": 2}
+    log = tmp_path / "main.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in (settings, *records)))
+    report = table.of_log(log)
+    markdown = report.as_markdown()
+    assert "Cut off, and not in the table above (steps of each seed): quads-batch (3, 4)." in markdown
+    assert "All arms over the 3 steps that every run reached:" in markdown
+    mean_of_6, mean_of_3 = "0.75 / 0.75 / 0.75", "0.60 / 0.60 / 0.60"
+    assert rows_of(markdown) == [["quads", mean_of_6], ["quads", mean_of_3], ["quads-batch", mean_of_3]]
+    found = json.loads(report.as_json())
+    assert found["common_steps"] == 3
+    assert found["arms"]["quads"]["rollout_accuracy"] == 1.0  # after the last step
+    assert found["first_steps"]["quads"]["rollout_accuracy"] == pytest.approx(0.7)  # in step 2
+    report.records = [r for r in records if r["arm"] != "quads-batch"]
+    assert "Cut off" not in report.as_markdown()
+
+
+def test_ablations_are_compared_over_the_seeds_and_steps_that_all_have():
+    main = table.runs_of([*logged("quads", 6, seed=0, gap=0.3), *logged("quads", 6, seed=1)])
+    ablated = table.runs_of(logged("quads-block", 4, ended=False, gap=0.5))
+    markdown = table.ablations(main, ablated)
+    assert markdown.startswith("The first 4 steps with seed 0, means:")
+    assert markdown.splitlines()[-2:] == [
+        "| quads | 0.3000 | 1.00 | 0.0100 | 0.650 | 70.0 |",
+        "| quads-block | 0.5000 | 1.00 | 0.0100 | 0.650 | 70.0 |",
+    ]
+
+
+def test_the_gap_by_k_takes_the_same_steps_of_every_arm():
+    names = {0.0: "w4a16-naive", 12.5: "quads-12.5%", 50.0: "quads"}
+    main = table.runs_of([*logged("w4a16-naive", 6, gap=0.3), *logged("quads", 6, gap=0.1)])
+    for record in main["quads"][0][4:]:
+        record["gap_mean"] = 100.0
+    runs, _, steps = table.compared(main, table.runs_of(logged("quads-12.5%", 4, ended=False, gap=0.2)))
+    assert steps == 4
+    points = figures._by_fraction(runs)
+    assert list(points) == ["token"]
+    assert points["token"] == [(k, pytest.approx(gap)) for k, gap in zip(names, (0.3, 0.2, 0.1), strict=True)]
+
+
+def test_logs_that_end_in_the_middle_of_a_line_are_read(tmp_path: Path):
     (tmp_path / "log").write_text('{"study": "main"}\n{"arm": "a"}\n{"ar')
     assert table.read_log(tmp_path / "log") == ({"study": "main"}, [{"arm": "a"}])
 

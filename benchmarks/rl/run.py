@@ -65,12 +65,14 @@ def rl(
     )
     if smoke:
         settings, seeds = replace(settings, **SMOKE), 1
-    header: Record = {"study": study, "seeds": seeds} | asdict(settings) | {"model": Path(settings.model).name}
+    jobs = jobs or (len(chosen) if device == "cuda" else 1)
+    header: Record = (
+        {"study": study, "seeds": seeds, "jobs": jobs} | asdict(settings) | {"model": Path(settings.model).name}
+    )
     report = RLReport(title_of(header), settings.prompts * settings.samples, "samples", PACKAGES, header)
     if log is not None:
         _start_log(log, header | {"machine": report.machine, "versions": report.versions, "date": _today()})
     runs = [(arm, seed) for seed in range(seeds) for arm in chosen]
-    jobs = jobs or (len(chosen) if device == "cuda" else 1)
     report.records = [record for records in _all(runs, settings, log, jobs) for record in records]
     return report
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.registry import Report
+from benchmarks.registry import Report, markdown_table
+from benchmarks.rl.arms import STUDIES
 
 PACKAGES = ("torch", "triton", "transformers", "quads_qat")
 WINDOW = 10
@@ -43,17 +44,42 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 def runs_of(records: Iterable[Record]) -> Runs:
-    """Records by arm and seed; runs that were cut off are left out."""
+    """Records by arm and seed, in the order of ``STUDIES``; runs that were cut off too."""
     runs: Runs = {}
     for record in records:
         runs.setdefault(record["arm"], {}).setdefault(record["seed"], []).append(record)
-    whole = {arm: {s: r for s, r in sorted(seeds.items()) if _ended(r)} for arm, seeds in runs.items()}
-    return {arm: seeds for arm, seeds in whole.items() if seeds}
+    known = [arm.name for study in STUDIES.values() for arm in study]
+    ordered = [*(arm for arm in known if arm in runs), *(arm for arm in runs if arm not in known)]
+    return {arm: dict(sorted(runs[arm].items())) for arm in ordered}
+
+
+def whole(runs: Runs, ended: bool = True) -> Runs:
+    """Runs whose last record is the evaluation after the last step, or tells what broke them; else those cut off."""
+    found = {arm: {s: r for s, r in seeds.items() if _ended(r) is ended} for arm, seeds in runs.items()}
+    return {arm: seeds for arm, seeds in found.items() if seeds}
 
 
 def _ended(records: list[Record]) -> bool:
-    """The last record is the evaluation after the last step, or tells what broke the run."""
     return "error" in records[-1] or "reward" not in records[-1]
+
+
+def common_steps(runs: Runs) -> int:
+    """Steps that each run has logged; a run that broke ends by itself and does not count."""
+    return min(len(values(r, "reward")) for seeds in runs.values() for r in seeds.values() if "error" not in r[-1])
+
+
+def until(runs: Runs, steps: int) -> Runs:
+    """The records of the first ``steps`` steps."""
+    return {arm: {s: [x for x in r if x["step"] < steps] for s, r in seeds.items()} for arm, seeds in runs.items()}
+
+
+def compared(main: Runs, ablated: Runs) -> tuple[Runs, list[int], int]:
+    """(runs of both, seeds, steps): only the seeds and the first steps that all arms have."""
+    runs = main | ablated
+    seeds = sorted(set.intersection(*map(set, runs.values())))
+    runs = {arm: {seed: of_arm[seed] for seed in seeds} for arm, of_arm in runs.items()}
+    steps = common_steps(runs)
+    return until(runs, steps), seeds, steps
 
 
 def values(records: list[Record], name: str) -> list[float]:
@@ -110,14 +136,18 @@ class RLReport(Report):
     @property
     def versions(self) -> dict[str, str]:
         logged: Any = self.settings.get("versions")
-        return logged or super().versions
+        found = logged or super().versions
+        return {name: version for name, version in found.items() if version != "not installed"}  # run from its files
 
     @property
     def machine(self) -> str:
         if "machine" in self.settings:
             return str(self.settings["machine"])
         on_gpu = self.settings.get("device") == "cuda" and torch.cuda.is_available()
-        return torch.cuda.get_device_name() if on_gpu else super().machine
+        if not on_gpu:
+            return super().machine
+        count = torch.cuda.device_count()
+        return f"{count} x {torch.cuda.get_device_name()}" if count > 1 else torch.cuda.get_device_name()
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -128,22 +158,42 @@ class RLReport(Report):
     def legend(self) -> str:
         return (
             f"reward, gaps and k3: means over {WINDOW} steps and all seeds at the start, in the middle and at the end; "
-            "accuracy: of rollout and trainer on held-out questions, greedy, after the last step, in % (largest minus "
-            "smallest of the seeds); gap: abs(log pi_rollout - log pi_trainer) of sampled tokens; collapse: step "
+            "accuracy: of rollout and trainer on held-out questions, greedy, at the last evaluation, in % (largest "
+            "minus smallest of the seeds); gap: abs(log pi_rollout - log pi_trainer) of sampled tokens; collapse: step "
             "at which the reward has halved, of each seed that did; ms: sampling + training + sync; paper: max gap; "
             "average pass@1"
         )
 
     def cells(self) -> list[tuple[str, ...]]:
-        return [_row(arm, summary(seeds)) for arm, seeds in runs_of(self.records).items()]
+        return _rows(whole(runs_of(self.records)))
 
     def as_markdown(self) -> str:
-        return super().as_markdown().replace(f", {date.today()}\n", f", {self.settings.get('date', date.today())}\n", 1)
+        text = super().as_markdown().replace(f", {date.today()}\n", f", {self.settings.get('date', date.today())}\n", 1)
+        runs = runs_of(self.records)
+        cut_off = whole(runs, ended=False)
+        if not cut_off:
+            return text
+        steps = common_steps(runs)
+        reached = [
+            f"{arm} ({', '.join(str(len(values(r, 'reward'))) for r in seeds.values())})"
+            for arm, seeds in cut_off.items()
+        ]
+        said = f"Cut off, and not in the table above (steps of each seed): {', '.join(reached)}."
+        lines = [said, "", f"All arms over the {steps} steps that every run reached:", ""]
+        return "\n".join([text, *lines, *markdown_table(self.header, _rows(until(runs, steps)))]) + "\n"
 
     def as_json(self) -> str:
-        of_arms = {arm: summary(seeds) for arm, seeds in runs_of(self.records).items()}
+        runs = runs_of(self.records)
+        found: Record = {"arms": {arm: summary(seeds) for arm, seeds in whole(runs).items()}}
+        if whole(runs, ended=False):
+            steps = common_steps(runs)
+            found |= {"common_steps": steps, "first_steps": {a: summary(s) for a, s in until(runs, steps).items()}}
         measured = {"title": self.title, "settings": self.settings, "machine": self.machine, "versions": self.versions}
-        return json.dumps(measured | {"arms": of_arms}, indent=2) + "\n"
+        return json.dumps(measured | found, indent=2) + "\n"
+
+
+def _rows(runs: Runs) -> list[tuple[str, ...]]:
+    return [_row(arm, summary(seeds)) for arm, seeds in runs.items()]
 
 
 def _row(arm: str, s: dict[str, Any]) -> tuple[str, ...]:
@@ -171,6 +221,22 @@ def _row(arm: str, s: dict[str, Any]) -> tuple[str, ...]:
 
 def _three(numbers: list[float], digits: int) -> str:
     return " / ".join(f"{x:.{digits}f}" for x in numbers)
+
+
+def ablations(main: Runs, ablated: Runs) -> str:
+    """The arms of both logs over the seeds and steps that all of them have: means of these steps, in Markdown."""
+    runs, seeds, steps = compared(main, ablated)
+    rows = []
+    for arm, records in runs.items():
+        numbers = {name: fmean(x for r in records.values() for x in values(r, name)) for name in _ABLATED}
+        last = fmean(values(r, "rollout_accuracy")[-1] for r in records.values())
+        rows.append((arm, *(f"{numbers[name]:.{digits}f}" for name, digits in _ABLATED.items()), f"{100 * last:.1f}"))
+    of = f"The first {steps} steps with seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, means:"
+    header = ("arm", "gap mean", "gap max", "k3", "reward", "accuracy")
+    return "\n".join([of, "", *markdown_table(header, rows)]) + "\n"
+
+
+_ABLATED = {"gap_mean": 4, "gap_max": 2, "gap_k3": 4, "reward": 3}
 
 
 def of_log(path: Path) -> RLReport:
