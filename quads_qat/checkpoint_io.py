@@ -36,7 +36,7 @@ class Reader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ValueError(f"{self.path}: no such directory")
+            raise ValueError(f"{self.path}: no such directory{_of_the_hub(str(path))}")
         _require_finished(self.path)
         self.config = read_json(self.path / "config.json")
         index = self.path / INDEX
@@ -97,6 +97,17 @@ class Reader:
     def nbytes(self) -> int:
         """Size of all shards."""
         return sum((self.path / file).stat().st_size for file in self.files)
+
+
+def _of_the_hub(path: str) -> str:
+    """How to get a directory, where ``path`` looks like the name of a model on the Hugging Face Hub."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+        return ""
+    folder = path.rpartition("/")[2]
+    return (
+        f"; if this is a model of the Hugging Face Hub, download it and give its directory: hf download {path} "
+        f"--local-dir {folder}"
+    )
 
 
 def _require_finished(path: Path) -> None:

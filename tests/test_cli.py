@@ -198,7 +198,12 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--max-shard-size", "0MB"), "must be a number > 0"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--device", "meta"), "must be cpu or cuda, got 'meta'"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--device", "cuda:99"), "--device cuda:99 cannot be used"),
-        (("quantize", "{tmp}/nothing", "{tmp}/out", "--weights-only"), "no such directory"),
+        (("quantize", "{tmp}/nothing", "{tmp}/out", "--weights-only"), "nothing: no such directory"),
+        (
+            ("quantize", "Qwen/Qwen3-30B-A3B", "{tmp}/out", "--weights-only"),
+            "no such directory; if this is a model of the Hugging Face Hub, download it and give its directory: "
+            "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B",
+        ),
         (("quantize", DATA, DATA, "--weights-only"), "exists already; remove it or choose another destination"),
         (("quantize", DATA, "{tmp}/a/b", "--weights-only"), "no such directory; create it first"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "foo"), "'foo' is not one of 'aligned'"),
