@@ -60,7 +60,7 @@ def open_model(path: Path | None) -> tuple[nn.Module, Encode]:
         tokenizer = AutoTokenizer.from_pretrained(path)
         return model, lambda text: tokenizer(text, return_tensors="pt").input_ids[0]
     if model.config.vocab_size != 256:
-        raise ValueError(f"residual-quality: {path} has no tokenizer and {model.config.vocab_size} ids, not one a byte")
+        raise ValueError(f"benchmarks: {path} has no tokenizer and {model.config.vocab_size} ids, not one a byte")
     return model, lambda text: torch.tensor(list(text.encode()))
 
 
@@ -75,9 +75,9 @@ def sequences(ids: Tensor, tokens: int, length: int) -> list[Tensor]:
         ValueError: the text is too short, or the numbers do not fit.
     """
     if length < 2 or tokens < length or tokens % length:
-        raise ValueError(f"residual-quality: tokens must be a multiple of length >= 2, got {tokens} and {length}")
+        raise ValueError(f"benchmarks: tokens must be a multiple of length >= 2, got {tokens} and {length}")
     if ids.shape[0] < tokens:
-        raise ValueError(f"residual-quality: the text has {ids.shape[0]} tokens, {tokens} are wanted; lower --tokens")
+        raise ValueError(f"benchmarks: the text has {ids.shape[0]} tokens, {tokens} are wanted; lower --tokens")
     return list(ids[:tokens].view(-1, 1, length))
 
 
@@ -229,7 +229,7 @@ class Log:
         if path.exists():
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             if not lines or any(lines[0].get(name) != value for name, value in settings.items()):
-                raise ValueError(f"residual-quality: {path} was made with other settings; choose another --log")
+                raise ValueError(f"benchmarks: {path} was made with other settings; choose another --log")
             self.records = lines[1:]
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
