@@ -12,6 +12,7 @@ from rich.console import Console
 
 from benchmarks import (  # noqa: F401  each module registers its benchmarks when it is imported
     activation,
+    engine,
     export_cpu,
     gap,
     matmul,

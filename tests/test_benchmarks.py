@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from benchmarks import cuda_timing, export_cpu, quantize, quantize_cpu, quantize_peers, weight_sync
+from benchmarks import cuda_timing, engine, export_cpu, quantize, quantize_cpu, quantize_peers, weight_sync
 from benchmarks.__main__ import app
 from benchmarks.cuda_timing import Times
 from benchmarks.quantize_peers import FAKE_QUANTIZE, QUANTIZE, Peer
@@ -234,3 +234,15 @@ def test_training_steps_are_compared_with_bf16_and_bits_come_first(monkeypatch: 
     report = training.training(rounds=1, experts=4, top_k=2, **sizes)
     assert not any(row.seconds for row in report.rows if row.name.startswith("W4A16"))
     assert all("no time" in row.note for row in report.rows if row.name.startswith("W4A16"))
+
+
+@pytest.mark.parametrize("policy", engine.POLICIES)
+def test_what_the_vllm_plugin_calls_is_inside_the_bound_and_wrong_products_are_not(policy: str):
+    x, residual = torch.randn(5, 64).bfloat16(), engine.POLICIES[policy]
+    weight = ops.quantize(torch.randn(32, 64))
+    y, terms = engine.applied(x, weight, residual), engine.terms_of(x, residual)
+    assert len(terms) == (2 if policy == "compensated" else 1)
+    assert not engine.outside(y, terms, weight, partial_sums=False)
+    for wrong in (y * 1.02, torch.full_like(y, torch.nan), y.roll(1, 0)):
+        assert engine.outside(wrong, terms, weight, partial_sums=False)
+        assert engine.outside(wrong * 1.05, terms, weight, partial_sums=True)
