@@ -285,7 +285,8 @@ REGISTRATION = """
 import sys, warnings
 warnings.simplefilter("error")
 import quads_qat
-assert "transformers" not in sys.modules, "import quads_qat must stay cheap"
+import quads_qat.cli
+assert not {"transformers", "torch._dynamo", "triton"} & sys.modules.keys(), "import quads_qat must stay cheap"
 waiting = list(sys.meta_path)
 quads_qat.integrations.registration.register_with_transformers()
 assert sys.meta_path == waiting
