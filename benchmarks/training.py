@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -153,6 +153,7 @@ def _case(
         arms["nvidia-modelopt QAT"] = lambda: (_modelopt(copy.deepcopy(base), x), False)
     wrong = _differs(base, x)
     bf16 = f"BF16: {name}"
+    runs: dict[str, _Arm] = {}
     for arm, make in arms.items():
         label = f"{arm}: {name}"
         if wrong and arm.startswith("W4A16"):
@@ -162,17 +163,18 @@ def _case(
             continue
         try:
             model, kept = make()
-            seconds, peak = _measure(model, x, rounds, micro_batches, kept)
+            run = _Arm(model, x, micro_batches, kept)
+            report.peaks[label] = run.peak()
         except Exception as error:  # a peer that is missing, refuses the model or runs out of memory is a row
             if arm != "nvidia-modelopt QAT":
                 raise
             report.rows.append(Row(label, None, note=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"))
             continue
-        report.peaks[label] = peak
-        if arm == "BF16":
-            report.bf16[label] = seconds, peak
+        runs[label] = run
+    for label, seconds in _median_times(runs, rounds).items():
+        if label == bf16:
+            report.bf16[label] = seconds, report.peaks[label]
         report.rows.append(Row(label, seconds, ours=bf16))
-        del model
 
 
 def _differs(base: nn.Module, x: Tensor) -> bool:
@@ -202,30 +204,55 @@ def _modelopt(model: nn.Module, x: Tensor) -> nn.Module:
     return quantized
 
 
-def _measure(model: nn.Module, x: Tensor, rounds: int, micro_batches: int, kept: bool) -> tuple[float, int]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=x.is_cuda)
+class _Arm:
+    """A model in training."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with qq.accumulate(model) if kept else nullcontext():
-            for _ in range(micro_batches):
-                model(x).float().square().mean().backward()
-        optimizer.step()
+    def __init__(self, model: nn.Module, x: Tensor, micro_batches: int, kept: bool) -> None:
+        self.model, self.x, self.micro_batches, self.kept = model, x, micro_batches, kept
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=x.is_cuda)
 
-    for _ in range(2):
-        step()
-    cuda = x.is_cuda
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(rounds):
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with qq.accumulate(self.model) if self.kept else nullcontext():
+            for _ in range(self.micro_batches):
+                self.model(self.x).float().square().mean().backward()
+        self.optimizer.step()
+
+    def round(self) -> float:
+        """Seconds of a step; the GPU is waited for at both ends."""
+        _synchronize(self.x)
         start = time.perf_counter()
         for _ in range(STEPS):
-            step()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / STEPS)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    optimizer.zero_grad()
-    return statistics.median(times), peak
+            self.step()
+        _synchronize(self.x)
+        return (time.perf_counter() - start) / STEPS
+
+    def peak(self) -> int:
+        """Bytes that this arm alone has allocated at most during a step; it is warm afterwards."""
+        if not self.x.is_cuda:
+            self.step()
+            return 0
+        own = sum(p.nbytes for p in [*self.model.parameters(), *self.model.buffers()])
+        others = torch.cuda.memory_allocated() - own
+        for _ in range(2):  # the first makes the optimizer's state
+            self.step()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        peak = torch.cuda.max_memory_allocated() - others
+        self.optimizer.zero_grad()
+        return peak
+
+
+def _median_times(arms: Mapping[str, _Arm], rounds: int) -> dict[str, float]:
+    """Seconds of a step. Arms take turns: a GPU gets warmer, and slower, in the first seconds of work."""
+    times: dict[str, list[float]] = {label: [] for label in arms}
+    for _ in range(rounds):
+        for label, arm in arms.items():
+            times[label].append(arm.round())
+            arm.optimizer.zero_grad()  # its gradients are no part of the next arm's memory
+    return {label: statistics.median(seconds) for label, seconds in times.items()}
+
+
+def _synchronize(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
