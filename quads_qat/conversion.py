@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Weight:
     format: WeightFormat
     group: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Full parameter name."""
         return full_name(self.module, self.parameter)
