@@ -270,6 +270,46 @@ def test_on_cuda_inductor_holds_no_quantized_weight():
     out.sum().backward()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "qwen3_moe grouped_mm"])
+def test_on_cuda_a_graph_of_forward_and_backward_sees_new_weights_and_inputs(kind: str):
+    """What a graph captured is recomputed at each replay: scales, codes and gradients are those of the weights now."""
+    model, _, inputs = case(kind)
+    model = model.cuda()
+    inputs = [x.detach().cuda().requires_grad_() for x in inputs]
+    index = experts_and_inputs("qwen3_moe", "eager")[1][2].cuda()
+    arguments = inputs if kind == "linear" else [inputs[0], index, inputs[1]]
+    leaves = [*model.parameters(), *inputs]
+
+    def step() -> Tensor:
+        out = model(*arguments)
+        out.float().square().sum().backward()
+        return out
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # Triton compiles, cuBLAS allocates
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    for leaf in leaves:
+        leaf.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.mul_(-1.7)
+    graph.replay()
+    found = [out.clone(), *(leaf.grad.clone() for leaf in leaves if leaf.grad is not None)]
+    for leaf in leaves:
+        leaf.grad = None
+    wanted = [step().detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    assert len(found) == len(wanted) > 2
+    for got, expected in zip(found, wanted, strict=True):
+        assert_same_bits(got, expected)
+
+
 def views_of(node: fx.Node) -> Iterator[fx.Node]:
     """``node`` and what is the same numbers in another shape, order or dtype."""
     yield node
