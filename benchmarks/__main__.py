@@ -14,6 +14,7 @@ from benchmarks import (  # noqa: F401  each module registers its benchmarks whe
     activation,
     engine,
     export_cpu,
+    export_gpu,
     gap,
     matmul,
     multi_gpu,

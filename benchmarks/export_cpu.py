@@ -32,7 +32,7 @@ def export_cpu(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = Path(folder) / "source"
-        elements = _make_source(source, layers, experts, hidden, intermediate)
+        elements = make_source(source, layers, experts, hidden, intermediate)
         report = Report(
             title=f"Quantize a checkpoint of {elements / 1e6:.0f} M bf16 weights, from disk to disk",
             unit_count=elements,
@@ -54,7 +54,7 @@ def export_cpu(
                 for part, seconds in make(made[name]).items():
                     if i:  # the first round warms up, and its bytes are compared
                         best[part] = min(best.get(part, seconds), seconds)
-            if i == 0 and PEER in makers and (wrong := _difference(made[WHOLE], made[PEER])):
+            if i == 0 and PEER in makers and (wrong := difference(made[WHOLE], made[PEER])):
                 report.rows.append(Row(PEER, None, note=f"not timed: {wrong}"))
                 del makers[PEER]
     note = {PEER: "the same bytes", EXPORT: "the model is in memory and quantized already"}
@@ -64,7 +64,8 @@ def export_cpu(
     return report
 
 
-def _make_source(path: Path, layers: int, experts: int, hidden: int, intermediate: int) -> int:
+def make_source(path: Path, layers: int, experts: int, hidden: int, intermediate: int) -> int:
+    """A Qwen3-MoE checkpoint of random bf16 weights; how many it has."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -116,7 +117,7 @@ def _modelopt(source: Path) -> Maker:
     return make
 
 
-def _difference(ours: Path, theirs: Path) -> str:
+def difference(ours: Path, theirs: Path) -> str:
     """What differs in names or bytes, or nothing."""
     a, b = (_tensors(path) for path in (ours, theirs))
     if a.keys() != b.keys():
