@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from quads_qat.record import RECORD
-from quads_qat.resume import JOURNAL, sync
+from quads_qat.resume import JOURNAL, lock, sync
 from quads_qat.safetensors_file import Entry, read, read_header, read_pieces
 
 INDEX = "model.safetensors.index.json"
@@ -175,17 +177,21 @@ def require_free(destination: Path) -> Path:
 def whole_directory(destination: str | Path) -> Iterator[Path]:
     """A temporary directory beside ``destination`` that takes its name when the block ends well, and goes otherwise.
 
-    A process killed inside the block leaves a directory ``.<name>.*.partial``, never a checkpoint that looks whole.
+    A process killed inside the block leaves a directory ``.<name>.*.partial``, never a checkpoint that looks whole; the
+    next call for the same name removes it.
 
     Raises:
         ValueError: ``destination`` is a link or exists and is not an empty directory, or its parent is not there.
     """
     destination = Path(destination)
     parent = require_free(destination)
-    partial = None
+    partial, opened = None, -1
     try:
+        _remove_abandoned(parent, f".{destination.name}.")
         partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
         partial.chmod(0o755)
+        opened = os.open(partial, os.O_RDONLY)
+        lock(opened)  # goes with the process, so that others can tell whether it is alive
         yield partial
         for path in partial.rglob("*"):
             sync(path)
@@ -201,6 +207,27 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+        if opened >= 0:
+            os.close(opened)
+
+
+_A_MOMENT = 60.0
+"""Seconds in which a new directory is locked."""
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the temporary directories of processes that were killed."""
+    for path in parent.iterdir():
+        named = path.name.startswith(prefix) and path.name.endswith(".partial")
+        if not named or path.is_symlink() or time.time() - path.stat().st_mtime < _A_MOMENT:
+            continue
+        with contextlib.suppress(OSError):  # no locks on this file system, another user's: it stays
+            opened = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+            try:
+                if lock(opened):
+                    shutil.rmtree(path)
+            finally:
+                os.close(opened)
 
 
 _NOT_COMPANIONS = {"config.json", "hf_quant_config.json", INDEX, RECORD}

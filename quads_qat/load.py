@@ -453,5 +453,10 @@ def _finish(model: nn.Module, path: str | Path) -> nn.Module:
     if (Path(path) / "generation_config.json").exists() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(str(path))  # pyright: ignore[reportArgumentType]
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(path))  # pyright: ignore[reportArgumentType]
+        except Exception as error:  # whatever transformers raises of it
+            raise ValueError(
+                f"{path}: generation_config.json cannot be read ({error}); correct it or remove it"
+            ) from error
     return model.eval()

@@ -165,20 +165,21 @@ def _locked_journal(path: Path) -> Iterator[int]:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     journal = os.open(path / JOURNAL, flags, 0o666)
     try:
-        if not _lock(journal) or not _is(journal, path / JOURNAL):  # or just finished, and removed, by another process
+        if not lock(journal) or not _is(journal, path / JOURNAL):  # or just finished, and removed, by another process
             raise ValueError(f"{path}: another process is writing there; wait for it, or choose another destination")
         yield journal
     finally:
         os.close(journal)
 
 
-def _lock(journal: int) -> bool:
+def lock(opened: int) -> bool:
+    """Lock an open file or directory for this process; whether no other process has. Where there are no locks, True."""
     try:
         import fcntl
     except ImportError:  # not on Windows
         return True
     try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

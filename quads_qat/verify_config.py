@@ -40,15 +40,26 @@ def model_differences(expected: Mapping[str, Any], path: Path, model: nn.Module)
     if not hasattr(config_class, "from_pretrained"):
         return {}
     here = dict(_settings(json.loads(json.dumps(expected, default=str))))
-    there = dict(_settings(json.loads(json.dumps(config_class.from_pretrained(str(path)).to_dict(), default=str))))
+    try:
+        there = dict(_settings(json.loads(json.dumps(as_config(path, model), default=str))))
+    except ValueError as error:
+        return {"config.json": str(error)}
     differing = [key for key in sorted(here.keys() & there.keys()) if here[key] != there[key]]
     return {f"config.json: {key}": f"{there[key]!r} against {here[key]!r}" for key in differing}
 
 
 def as_config(path: Path, model: nn.Module) -> dict[str, Any]:
-    """A directory's config.json as :func:`model_differences` wants it."""
+    """A directory's config.json as :func:`model_differences` wants it.
+
+    Raises:
+        ValueError: transformers refuses it.
+    """
     config_class: Any = type(getattr(model, "config", None))
-    return config_class.from_pretrained(str(path)).to_dict()
+    try:
+        return config_class.from_pretrained(str(path)).to_dict()
+    except Exception as error:  # whatever one of transformers' configs raises
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path}: transformers cannot read config.json ({why})") from error
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,9 @@
 """What an adversary found: each was wrong numbers without a word, or a model lost."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,11 +16,12 @@ from tiny_models import tiny_model
 from torch import nn
 
 import quads_qat as qq
+from quads_qat import checkpoint_io
 from quads_qat.compare import diff, inspect_checkpoint
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect
 from quads_qat.record import RECORD
 from quads_qat.resume import JOURNAL
-from quads_qat.safetensors_file import read_header
+from quads_qat.safetensors_file import FileWriter, read_header
 from quads_qat.verify import verify_checkpoint
 
 
@@ -418,3 +421,77 @@ def test_hashes_are_not_carried_into_what_is_made_of_a_checkpoint(files: Path, t
     qq.quantize_checkpoint(tmp_path / "plain", tmp_path / "again")
     made_by = [json.loads((tmp_path / name / RECORD).read_text())["made_by"] for name in ("plain", "again")]
     assert [job["command"] for job in made_by] == ["dequantize", "quantize"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_generation_config_that_cannot_be_read(text: str, files: Path, tmp_path: Path):
+    shutil.copytree(files / "modelopt", tmp_path / "out")
+    (tmp_path / "out" / "generation_config.json").write_bytes(text.encode("latin-1"))
+    for load in (qq.load_model, qq.load_rollout):
+        with pytest.raises(ValueError, match=r"generation_config\.json cannot be read"):
+            load(tmp_path / "out")
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Its hidden directory stayed for ever; that of a process that is still writing stays."""
+    model = qq.convert(tiny_model("llama"), "w4a16")
+    monkeypatch.setattr(checkpoint_io, "_A_MOMENT", -1.0)
+
+    def export() -> None:
+        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", shard_bytes=20_000)
+
+    def killed_at(file: int) -> None:
+        if os.fork() == 0:
+            torch.set_num_threads(1)
+            finish = FileWriter.finish
+            left = [file]
+
+            def finish_or_die(self: FileWriter) -> None:
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                finish(self)
+
+            FileWriter.finish = finish_or_die
+            export()
+            os._exit(0)
+        os.wait()
+
+    killed_at(2)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.")
+    assert len(list(left.iterdir())) == 2
+    (tmp_path / ".other.abc.partial").mkdir()
+    with checkpoint_io.whole_directory(tmp_path / "out") as written:
+        assert not left.exists()
+        (written / "mine").write_text("")
+        export()
+        assert (written / "mine").exists()
+        shutil.rmtree(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".other.abc.partial"}
+
+
+def test_two_exports_into_one_directory(tmp_path: Path):
+    model = qq.convert(tiny_model("llama"), "w4a16")
+
+    def two() -> None:
+        with checkpoint_io.whole_directory(tmp_path / "out") as second:
+            (second / "x").write_text("")
+            qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+
+    with pytest.raises(ValueError, match=r"out: could not be written .*not empty.*; nothing was left behind"):
+        two()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert qq.verify(model, tmp_path / "out").ok
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", "x"), ("tie_word_embeddings", 5), ("num_hidden_layers", [1])]
+)
+def test_verify_of_a_config_that_transformers_refuses(key: str, value: Any, files: Path, tmp_path: Path):
+    """It was a traceback from the depth of transformers."""
+    shutil.copytree(files / "modelopt", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {key: value}))
+    report = verify_checkpoint(files / "source", tmp_path / "out")
+    assert any(name.startswith("config.json") for name in report.differences)
