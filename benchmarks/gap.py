@@ -218,9 +218,10 @@ def gap(
     training: Path = TRAINING,
     train_length: int = 128,
     rate: float = 3e-5,
+    only: str = "",
     log: Path | None = None,
 ) -> GapReport:
-    """Log-prob gap of every trainer and rollout, split by cause, before and after a short QAT."""
+    """Log-prob gap of every trainer and rollout, split by cause, before and after a short QAT; or ``only`` some."""
     settings = {
         "model": model.resolve().name if is_directory_of_transformers(model) else smollm2.find(model).stem,
         "experts": experts,
@@ -235,7 +236,8 @@ def gap(
     base, encode = None, None
     for after in dict.fromkeys((0, steps)):
         for kind, rollouts in ARMS.items():
-            missing = [r for r in rollouts if not kept.has(arm_record(kind, r, after))]
+            records = {rollout: arm_record(kind, rollout, after) for rollout in rollouts}
+            missing = [r for r, record in records.items() if only in label(record) and not kept.has(record)]
             if not missing:
                 continue
             if base is None or encode is None:
@@ -244,7 +246,7 @@ def gap(
             batches = sequences(encode(text.read_text()), tokens, length)
             short = Training(after, train_length, rate, encode(training.read_text())) if after else None
             for rollout, record in measure_arms(kind, missing, make_trainer(base, kind, short), batches):
-                kept.add(arm_record(kind, rollout, after) | record)
+                kept.add(records[rollout] | record)
     upcycled = f" as {experts} experts" if experts else ""
     report = GapReport(
         title=f"Log-prob gap by trainer and rollout: {settings['model']}{upcycled}, {tokens} tokens of {text.name}",

@@ -63,6 +63,9 @@ def test_a_run_goes_on_where_it_stopped(small: dict[str, Any], tmp_path: Path, m
     log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-2]))
     again = gap.gap(**small, steps=0, log=log).records
     assert [r["gap"] for r in again] == [r["gap"] for r in first]
+    some = gap.gap(**small, steps=0, only="weights only").records
+    assert [(label(r), r["gap"]) for r in some] == [(label(r), r["gap"]) for r in first if "weights" in label(r)]
+    assert [label(r) for r in some] == ["W4A16 | weights only", "BF16 | weights only"]
     monkeypatch.setattr(gap, "open_model", None)  # nothing is left to measure
     assert gap.gap(**small, steps=0, log=log).records == again
 
