@@ -31,9 +31,25 @@ def define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) ->
     ``torch.library.custom_op`` would do, but adds some 20 us of Python to every call, as much as a launch.
     """
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _where_its_tensors_are(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quads_qat::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.quads_qat, name).default
+
+
+def _where_its_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the GPU of its first argument as the current one: Triton launches on whichever is current.
+
+    Layers lie on several GPUs of one process (``device_map="auto"``), or trainer and rollout do.
+    """
+
+    def call(first: Tensor | list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        x = first[0] if isinstance(first, list | tuple) else first
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return function(first, *args, **kwargs)
+        return function(first, *args, **kwargs)
+
+    return call
 
 
 def _amax(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:

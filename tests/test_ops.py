@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from bits import assert_same, assert_same_bits
 from hypothesis import given
 from strategies import Case, cases, layouts
 
-from quads_qat import ops, packing, reference
+from quads_qat import library, ops, packing, reference
 from quads_qat.config import Backend, Recipe
 from quads_qat.qtensor import NVFP4Tensor
 
@@ -396,3 +397,27 @@ def test_swizzled_scales_are_the_row_major_ones_rearranged():
     assert [t.shape for t in meta] == [qdata.shape, swizzled.shape, p.shape]
     with pytest.raises(ValueError, match=r"must be \[..., N, K\].*use x\[None\]"):
         ops.quantize_swizzled(randn(32))
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_operators_run_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch, current: int):
+    """Triton launches on the current device, whatever the tensors' is."""
+    entered = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    call = library._where_its_tensors_are(lambda first, *args, **kwargs: (first, args, kwargs, list(entered)))
+    inside = [] if current == 1 else [x.device]
+    assert call(x, 2, three=3) == (x, (2,), {"three": 3}, inside)
+    assert call([x]) == ([x], (), {}, inside + (["left", x.device] if inside else []))

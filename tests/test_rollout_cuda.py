@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +145,20 @@ def test_steps_and_kept_codes_on_a_gpu(schedule: qq.Schedule | None):
     report = qq.step(model, track_codes=True)
     assert report.changed is not None
     assert 0 < report.changed <= 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_trainer_and_a_rollout_on_the_second_gpu_while_the_first_is_current():
+    ids = torch.arange(3, 27).view(2, 12)
+    on_cpu: Any = qq.convert(tiny_model("qwen3_moe").bfloat16(), "w4a16")
+    trainer: Any = copy.deepcopy(on_cpu).to("cuda:1")
+    rollout: Any = qq.convert(tiny_model("qwen3_moe", seed=1).bfloat16(), "w4a4_residual").to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    qq.update_weights(rollout, qq.export_weights(trainer, "modelopt"))
+    expected = qq.convert(on_cpu, "w4a4_residual").state_dict()
+    for name, tensor in rollout.state_dict().items():
+        assert_same_bits(tensor.cpu(), expected[name], name)
+    with torch.cuda.device(1):
+        wanted = [model(ids.to("cuda:1")).logits for model in (trainer, rollout)]
+    for model, logits in zip((trainer, rollout), wanted, strict=True):
+        assert_same_bits(model(ids.to("cuda:1")).logits, logits)
