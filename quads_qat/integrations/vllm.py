@@ -20,7 +20,8 @@ kernels, as it stays weight-only there.
 How it gets in: ``register_linear_kernel`` is vLLM's public hook. It puts a kernel behind all others, and vLLM does not
 look there for W4A16, under ``--linear-backend`` or with VLLM_BATCH_INVARIANT; for experts there is no such hook. So the
 functions that choose kernels are replaced, in the modules that import them (:data:`PATCHES`), by ones that ask
-:func:`serving` first. :func:`unregister` undoes it.
+:func:`serving` first. So is the one that latent attention (MLA) gets the weights of ``kv_b_proj`` from: it multiplies
+them by an identity matrix, which is no longer one when activations are quantized. :func:`unregister` undoes it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ SCALE, RECIPE = "QUADS_QAT_ACTIVATION_SCALE", "QUADS_QAT_ACTIVATION_RECIPE"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
 LINEARS, EXPERTS = "init_nvfp4_linear_kernel", "select_nvfp4_moe_backend"
-PATCHES: tuple[tuple[str, str, Dialect], ...] = (
+DECODE = "get_and_maybe_dequant_weights"
+PATCHES: tuple[tuple[str, str, Dialect | None], ...] = (
     (f"{_QUANTIZATION}.modelopt", LINEARS, Dialect.MODELOPT),
     (f"{_QUANTIZATION}.modelopt", EXPERTS, Dialect.MODELOPT),
     (f"{_COMPRESSED}.schemes.compressed_tensors_w4a4_nvfp4", LINEARS, Dialect.COMPRESSED_TENSORS),
@@ -54,6 +56,7 @@ PATCHES: tuple[tuple[str, str, Dialect], ...] = (
         EXPERTS,
         Dialect.COMPRESSED_TENSORS,
     ),
+    ("vllm.model_executor.layers.attention.mla_attention", DECODE, None),
 )
 """(module of vLLM, function that it imported by name, dialect of the layers that it serves)."""
 
@@ -111,7 +114,11 @@ def register() -> None:
     from quads_qat.integrations import vllm_kernels
 
     vllm_kernels.register_with_vllm()
-    makers = {LINEARS: vllm_kernels.linear_chooser, EXPERTS: vllm_kernels.experts_chooser}
+    makers: dict[str, Callable[..., Any]] = {
+        LINEARS: vllm_kernels.linear_chooser,
+        EXPERTS: vllm_kernels.experts_chooser,
+        DECODE: vllm_kernels.decoder,
+    }
     for module, name, dialect in PATCHES:
         _replaced[module, name] = found[module, name]
         setattr(import_module(module), name, makers[name](found[module, name], dialect))

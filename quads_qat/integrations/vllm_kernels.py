@@ -33,6 +33,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # pyr
 )
 from vllm.platforms import PlatformEnum  # pyright: ignore[reportMissingImports]
 
+from quads_qat import ops
 from quads_qat.config import ActivationScale, Dialect, Recipe
 from quads_qat.experts import ExpertsLayout, grouped_forward
 from quads_qat.formats import SCALE_RANGE
@@ -110,13 +111,16 @@ class QuadsNvFp4LinearKernel(NvFp4LinearKernel):
         if self.chosen.activation.scale is ActivationScale.STATIC:
             _require_scales(Recipe.MODELOPT, input_global_scale=layer.input_global_scale)  # pyright: ignore
 
+    def weight(self, layer: Any) -> NVFP4Tensor:
+        """The layer's parameters, as they are now."""
+        scale = layer.weight_global_scale
+        return NVFP4Tensor(layer.weight, layer.weight_scale, scale, self.chosen.recipe, scale)
+
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """X [..., K] -> [..., N]."""
-        scale = layer.weight_global_scale
-        weight = NVFP4Tensor(layer.weight, layer.weight_scale, scale, self.chosen.recipe, scale)
         static = self.chosen.activation.scale is ActivationScale.STATIC
         amax = layer.input_global_scale * SCALE_RANGE if static else None
-        return projection(x, weight, bias, self.chosen.activation, self.chosen.residual, amax, None)
+        return projection(x, self.weight(layer), bias, self.chosen.activation, self.chosen.residual, amax, None)
 
 
 def linear_chooser(original: Callable[..., Any], dialect: Dialect) -> Callable[..., Any]:
@@ -134,6 +138,21 @@ def linear_chooser(original: Callable[..., Any], dialect: Dialect) -> Callable[.
         return QuadsNvFp4LinearKernel(NvFp4LinearLayerConfig(), chosen)
 
     return init_nvfp4_linear_kernel
+
+
+def decoder(original: Callable[..., Any], _: None) -> Callable[..., Any]:
+    """What stands for vLLM's ``get_and_maybe_dequant_weights``: codes are decoded, not multiplied by an identity."""
+
+    def get_and_maybe_dequant_weights(layer: Any, out_dtype: torch.dtype = torch.float32) -> Tensor:
+        inner = layer
+        while hasattr(inner, "base_layer"):  # of LoRA
+            inner = inner.base_layer
+        kernel = getattr(getattr(inner, "scheme", inner.quant_method), "kernel", None)
+        if isinstance(kernel, QuadsNvFp4LinearKernel):
+            return ops.dequantize(kernel.weight(inner), out_dtype)
+        return original(layer, out_dtype=out_dtype)
+
+    return get_and_maybe_dequant_weights
 
 
 def register_with_vllm() -> None:

@@ -20,6 +20,7 @@ FILE = Path(__file__).parents[1] / "data" / "engines.csv"
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 COLUMNS = [(dialect, scheme) for dialect in ("modelopt", "compressed-tensors") for scheme in ("W4A16", "W4A4")]
 ACTIVATIONS = {"W4A16": "none", "W4A4": "observed"}
+_SERVING = Path(__file__).with_name("serving.md")
 _GPUS = {80: "A100", 90: "H100, H200", 100: "B200", 120: "RTX 50, RTX PRO 6000"}
 
 
@@ -109,7 +110,7 @@ def page() -> str:
     lines += ["", _RUN.rstrip(), "", ", ".join(BUILT) + ".", "", "Not built there:", ""]
     for reason in dict.fromkeys(NOT_BUILT.values()):
         lines.append(f"- {', '.join(arch for arch in NOT_BUILT if NOT_BUILT[arch] == reason)}: {reason}")
-    lines += ["", _GPU.rstrip(), "", *_gpu_table(), "", _RULES.strip(), ""]
+    lines += ["", _GPU.rstrip(), "", *_gpu_table(), "", _SERVING.read_text("utf-8").strip(), "", _RULES.strip(), ""]
     return "\n".join(lines)
 
 
@@ -160,9 +161,10 @@ decodes with the trainer's weights, bit for bit. Each cell of the table was conf
 _GPU = """\
 ## What a GPU makes of it
 
-Bold: not what the checkpoint says. A W4A4 checkpoint on Hopper is computed as W4A16 by vLLM and SGLang, with a log line
-(Marlin kernels); measure W4A4 on Blackwell, or with vLLM's emulation backend. TensorRT-LLM makes an exception for
-Nemotron-H on Hopper (TensorRT-LLM#14775); its W4A16 needs TensorRT-LLM#15969 (Hopper) or #16511 (sm_120)."""
+Bold: not what the checkpoint says. A W4A4 checkpoint on Hopper is computed as W4A16 by vLLM (Humming's kernels, or
+Marlin's) and SGLang (Marlin's), with a log line; measure W4A4 on Blackwell, with vLLM's emulation backend, or with the
+[plugin](#serve-a-quads-checkpoint-with-vllm). TensorRT-LLM makes an exception for Nemotron-H on Hopper
+(TensorRT-LLM#14775); its W4A16 needs TensorRT-LLM#15969 (Hopper) or #16511 (sm_120)."""
 _RULES = """\
 ## The rules
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import quads_qat as qq
 from engines_real import vllm_cpu
-from engines_real.vllm_cpu import Served, packed_modules
+from engines_real.vllm_cpu import Served, decoded, packed_modules
 from quads_qat.integrations import vllm as plugin
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
@@ -114,6 +114,22 @@ def test_experts_have_the_bits_of_our_rollout(
         x, weights, chosen = rows(64, 7), torch.rand(7, 2), torch.stack([torch.randperm(4)[:2] for _ in range(7)])
         out = engine.quant_method.apply(engine, x, weights, chosen.int(), None, None)
         assert_same_bits(out, module(x, chosen, weights), "experts")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_latent_attention_gets_the_weights_themselves(
+    dialect: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """vLLM multiplies an identity matrix by ``kv_b_proj``, whose ones are no ones any more when they are quantized."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    request.getfixturevalue("on")
+    path = exported("deepseek_v2", tmp_path / "out", dialect, residual=qq.ResidualConfig(fraction=0.0))
+    layer: Any = Served(path).load().finish().model.get_submodule("model.layers.0.self_attn.kv_b_proj")
+    weight = decoded(layer, "weight")
+    assert_same_bits(mla_attention.get_and_maybe_dequant_weights(layer, torch.bfloat16), weight, "kv_b_proj")
+    identity = torch.eye(layer.input_size, dtype=torch.bfloat16)
+    assert not torch.equal(kernel_of(layer).apply_weights(layer, identity).T, weight)
 
 
 @pytest.mark.usefixtures("on")
