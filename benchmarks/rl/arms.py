@@ -99,7 +99,7 @@ class Pair:
 
     Attributes:
         trainer: BF16 parameters, in eval mode (the model has no dropout).
-        rollout: another model, on the same device.
+        rollout: another model.
         sync: gives the rollout the trainer's weights through ``update_weights``: packed by the trainer or, with
             ``masters``, quantized on arrival, which makes the same bits of a trainer that holds no scales.
     """
@@ -110,11 +110,19 @@ class Pair:
     sync: Callable[[], None]
 
     @classmethod
-    def of(cls, arm: Arm, model: Path | str, device: torch.device, masters: bool = False) -> Pair:
-        """Both from the checkpoint ``model``; not synced yet."""
+    def of(
+        cls,
+        arm: Arm,
+        model: Path | str,
+        device: torch.device,
+        masters: bool = False,
+        rollout_device: torch.device | None = None,
+    ) -> Pair:
+        """Both from the checkpoint ``model``; not synced yet. ``rollout_device``: another than the trainer's."""
         plain_fp32 = arm.rollout is None and arm.engine is torch.float32
         # torch has grouped_mm kernels for bfloat16
-        trainer, rollout = _load(model, device), _load(model, device, "batched_mm" if plain_fp32 else "grouped_mm")
+        trainer = _load(model, device)
+        rollout = _load(model, rollout_device or device, "batched_mm" if plain_fp32 else "grouped_mm")
         if arm.trainer is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that W4A4 is for ablations is what is shown here

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ class Settings:
         grad_clip: the largest norm of a gradient.
         every: steps between two evaluations on held-out questions, and between two calibrations.
         device: ``cpu`` or ``cuda``.
+        split: the rollout on the GPU after the trainer's.
         graphs: sample through a CUDA graph where the rollout allows it.
         masters: sync BF16 weights, quantized on arrival, which waits for the GPU less often; else packed ones.
     """
@@ -47,6 +49,7 @@ class Settings:
     grad_clip: float = 1.0
     every: int = 10
     device: str = "cpu"
+    split: bool = False
     graphs: bool = True
     masters: bool = False
 
@@ -176,7 +179,12 @@ class Loop:
     def __init__(self, arm: Arm, settings: Settings, seed: int) -> None:
         torch.manual_seed(seed)
         self.arm, self.settings, self.device = arm, settings, torch.device(settings.device)
-        self.pair = Pair.of(arm, settings.model, self.device, settings.masters)
+        self.rollout_device = self.device
+        if settings.split:
+            first = torch.cuda.current_device()
+            self.device = torch.device("cuda", first)
+            self.rollout_device = torch.device("cuda", (first + 1) % torch.cuda.device_count())
+        self.pair = Pair.of(arm, settings.model, self.device, settings.masters, self.rollout_device)
         self.optimizer = Optimizer(self.pair.trainer, settings.lr * arm.rate, settings.grad_clip)
         self.training, self.held_out = all_questions(self.device)
         graph = settings.graphs and self.device.type == "cuda" and not arm.reads_values
@@ -186,7 +194,7 @@ class Loop:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.pair.sync()
-        self.pair.calibrate(self.held_out.prompts[: self.settings.prompts])
+        self.pair.calibrate(self.held_out.prompts[: self.settings.prompts].to(self.rollout_device))
         for step in range(self.settings.steps):
             yield {"step": step} | self.step(step % self.settings.every == 0)
         yield {"step": self.settings.steps, "differing": self.pair.differing()} | self.evaluate()
@@ -208,24 +216,35 @@ class Loop:
         found |= {"sample_s": sampling, "train_s": self.clock.lap()}
         self.pair.sync()
         if evaluate:
-            self.pair.calibrate(torch.cat([batch.prompts, batch.ids], 1))
+            self.pair.calibrate(torch.cat([batch.prompts, batch.ids], 1).to(self.rollout_device))
         return found | {"sync_s": self.clock.lap()} | accuracy
 
     def sample(self) -> Batch:
         """A batch of the rollout."""
         chosen = torch.randint(len(self.training), (self.settings.prompts,), generator=self.generator)
         questions = self.training[chosen.to(self.device)].repeat(self.settings.samples)
-        ids, old = self.sampler(questions.prompts)
+        ids, old = self._ask(self.sampler, questions.prompts, self.rollout_device)
         return Batch(questions.prompts, ids, old, counted(ids), questions.reward(ids))
 
     def evaluate(self) -> dict[str, float]:
         """Share of held-out questions answered right, greedily, by both models."""
         questions = _first(self.held_out, self.settings.prompts * self.settings.samples)
-        samplers = {"rollout_accuracy": self.sampler, "trainer_accuracy": self.asked}
-        return {
-            name: questions.reward(sampler(questions.prompts, greedy=True)[0]).mean().item()
-            for name, sampler in samplers.items()
+        samplers = {
+            "rollout_accuracy": (self.sampler, self.rollout_device),
+            "trainer_accuracy": (self.asked, self.device),
         }
+        return {
+            name: questions.reward(self._ask(asked[0], questions.prompts, asked[1], greedy=True)[0]).mean().item()
+            for name, asked in samplers.items()
+        }
+
+    def _ask(
+        self, sampler: Sampler, prompts: Tensor, device: torch.device, greedy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Answers of a model on ``device`` and their log-probabilities, here."""
+        with torch.cuda.device(device) if self.settings.split else nullcontext():  # where a graph is captured
+            ids, logp = sampler(prompts.to(device), greedy)
+        return ids.to(self.device), logp.to(self.device)
 
 
 def _first(questions: Questions, rows: int) -> Questions:

@@ -39,6 +39,7 @@ def rl(
     jobs: int = 0,
     model: Path = DATA,
     device: str = "",
+    split: bool = False,
     graphs: bool = True,
     masters: bool = False,
     log: Path | None = None,
@@ -49,9 +50,11 @@ def rl(
     ``study``: main, engine, ablations, stress, or several with commas. ``arms``: only these. ``jobs``: processes side
     by side; 0 takes one for each arm on a GPU, and none beside this one on a CPU. ``log``: a new file of JSON lines,
     the settings first, then a record for each step of each run. ``masters``: sync BF16 weights, which the rollout
-    quantizes; else packed ones. ``smoke``: three small steps.
+    quantizes; else packed ones. ``split``: the rollout on the GPU after the trainer's. ``smoke``: three small steps.
     """
     chosen = chosen_arms(study, arms)
+    if split and torch.cuda.device_count() < 2:
+        raise ValueError(f"rl: --split needs two GPUs, found {torch.cuda.device_count()}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(
         model=str(model),
@@ -60,6 +63,7 @@ def rl(
         samples=samples,
         lr=lr,
         device=device,
+        split=split,
         graphs=graphs,
         masters=masters,
     )
