@@ -65,7 +65,7 @@ class EngineReport(Report):
     def legend(self) -> str:
         return (
             "Medians of all rounds of the device alone, calls replayed as one CUDA graph over weights that no cache "
-            "holds. compensated: half of the channels per token, the plugin's default; bf16: cuBLAS; experts: grouped_mm"
+            "holds. compensated: half of the channels per token, the plugin's default; bf16: cuBLAS, grouped_mm"
         )
 
     def cells(self) -> list[tuple[str, ...]]:
