@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import quads_qat as qq
 from engines_real import vllm_cpu
 from engines_real.vllm_cpu import Served, decoded, packed_modules
+from quads_qat import ops
 from quads_qat.integrations import vllm as plugin
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
@@ -179,6 +180,44 @@ def test_new_weights_arrive_in_place_any_number_of_times(arch: str, dialect: str
         assert addresses == {name: tensor.data_ptr() for name, tensor in state(served.model).items()}
 
 
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_an_engine_that_starts_with_dummy_weights_waits_for_real_ones(arch: str, tmp_path: Path) -> None:
+    """As RL frameworks start it: ``--load-format dummy``, then an update."""
+    path = exported(arch, tmp_path / "out", "modelopt", residual=RESIDUAL)
+    expected = outputs(Served(path).load().finish())
+    served = Served(path, load_format="dummy").fill_with_dummies().finish()
+    lost = next(name for name in tensors(path) if name.endswith("down_proj.weight_scale_2"))
+    with pytest.raises(ValueError, match="must hold powers of two"):
+        served.reload((name, torch.full_like(t, 3.0) if name == lost else t) for name, t in tensors(path).items())
+    served = Served(path, load_format="dummy").fill_with_dummies().finish()
+    served.reload(tensors(path).items())
+    for name, out in outputs(served).items():
+        assert_same_bits(out, expected[name], name)
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_linears_compile_into_one_graph_of_our_operators(
+    dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; the graph is looked at, not run. (The reference on a CPU looks at values, and does not compile.)"""
+    served = Served(exported("llama", tmp_path / "out", dialect, residual=RESIDUAL)).load().finish()
+    module: Any = served.model.get_submodule("model.layers.0.mlp.down_proj")
+    called: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names = (str(node.target).removesuffix(".default") for node in graph.graph.nodes)
+        called.extend(name for name in names if "quads_qat" in name)
+        return lambda *_: (torch.zeros(5, 64, dtype=torch.bfloat16),)
+
+    monkeypatch.setattr(ops, "_resolve", lambda backend, x: "triton")
+    compiled = torch.compile(lambda x: kernel_of(module).apply_weights(module, x), fullgraph=True, backend=look)
+    with torch.no_grad():
+        assert compiled(rows(48)).shape == (5, 64)
+    assert called == ["quads_qat.quantize_activation", "quads_qat.matmul"]
+
+
 def state(model: nn.Module) -> dict[str, Tensor]:
     return {n: getattr(model.get_submodule(m), n) for m, ws in packed_modules(model).items() for n in ws} | dict(
         model.named_parameters()
@@ -241,6 +280,28 @@ def test_vllm_finds_it_by_its_entry_point(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]  # elsewhere: metadata of an older build may lie in the current directory
     ran = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == "quads_qat.integrations.vllm_kernels", ran.stderr
+
+
+@pytest.mark.usefixtures("on")
+def test_the_log_says_what_is_computed_and_batch_invariance_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quads_qat.integrations import vllm_kernels
+
+    said: set[str] = set()
+    monkeypatch.setattr(vllm_kernels.logger, "info_once", lambda message, *parts: said.add(message % parts))
+    Served(exported("mixtral", tmp_path / "out", "modelopt", residual=RESIDUAL))
+    assert said == {
+        "quads_qat: NVFP4 linears and experts are computed as rollouts: activations per_token, recipe aligned; "
+        "residual fraction=0.25, scope=token, norm=l2, granularity=1 (of config.json); weights aligned"
+    }
+    said.clear()
+    Served(exported("llama", tmp_path / "plain", "compressed-tensors", "W4A16"))
+    assert len(said) == 1
+    assert "left to vLLM's kernels; QUADS_QAT_RESIDUAL overrides this" in said.pop()
+    monkeypatch.setattr(vllm_kernels.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT asks for sums"):
+        Served(tmp_path / "out")
 
 
 def policy_of(path: Path) -> plugin.Serving:

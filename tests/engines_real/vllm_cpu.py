@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
 from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.platforms import PlatformEnum
@@ -108,11 +109,12 @@ def bf16() -> Iterator[None]:
 class Served:
     """A model of vLLM, its parameters NaN until :meth:`load`."""
 
-    def __init__(self, path: Path, *, extra: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, *, extra: dict[str, Any] | None = None, load_format: str = "auto") -> None:
         if extra:
             written = path / "config.json"
             written.write_text(json.dumps(_merged(json.loads(written.read_text("utf-8")), extra)), encoding="utf-8")
         self.path, self.config = path, config_of(path)
+        self.config.load_config.load_format = load_format
         with set_current_vllm_config(self.config), bf16():
             self.model: nn.Module = initialize_model(vllm_config=self.config)
         reload.record_metadata_for_reloading(self.model)
@@ -124,6 +126,11 @@ class Served:
         """The checkpoint's tensors, or others, through the model's own loader."""
         with set_current_vllm_config(self.config):
             self.model.load_weights(iter(tensors(self.path).items() if stored is None else stored))
+        return self
+
+    def fill_with_dummies(self) -> Served:
+        """What ``--load-format dummy`` does."""
+        DummyModelLoader(self.config.load_config).load_weights(self.model, self.config.model_config)
         return self
 
     def finish(self) -> Served:
