@@ -13,7 +13,7 @@ from quads_qat.checkpoint_io import read_json
 from quads_qat.checkpoint_plan import Plan
 from quads_qat.config import Dialect, Recipe, Scope
 from quads_qat.convert import convert, full_precision
-from quads_qat.load import Checkpoint
+from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.scale_groups import activation_key
 from quads_qat.skeleton import architecture_of
 from quads_qat.state import observe_activations, quant_state_dict

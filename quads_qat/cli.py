@@ -188,7 +188,7 @@ def quantize(
 ) -> None:
     """Quantize a BF16 checkpoint into an NVFP4 one, however large. Run it again to continue after an interruption."""
     _check_activation_options(weights_only, calibrate, activations_from)
-    from quads_qat.load import Checkpoint
+    from quads_qat.nvfp4_checkpoint import Checkpoint
     from quads_qat.quantize import quantize_checkpoint
 
     recorded: dict[str, Any] = {"fraction": residual_fraction, "scope": residual_scope}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quads_qat import ops
 from quads_qat.checkpoint_plan import DiskWeight
-from quads_qat.load import Checkpoint, by_parameter, read_parameter, shared_input_amax
+from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, shared_input_amax
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
 from quads_qat.scale_groups import group_key

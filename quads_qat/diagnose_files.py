@@ -14,7 +14,8 @@ from quads_qat.config import Mode, ResidualConfig
 from quads_qat.convert import convert
 from quads_qat.diagnose import diagnose
 from quads_qat.diagnosis import Diagnosis
-from quads_qat.load import Checkpoint, load_model, load_rollout
+from quads_qat.load import load_model, load_rollout
+from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.skeleton import architecture_of
 
 _BYTES = 256

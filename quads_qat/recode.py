@@ -20,7 +20,7 @@ from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_pla
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
 from quads_qat.export import ignored_modules
-from quads_qat.load import Checkpoint, by_parameter, read_parameter, read_part
+from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part
 from quads_qat.output_shards import Piece, Unit, copied, pack, write_checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.required_tensors import require_tensors

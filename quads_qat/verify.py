@@ -20,7 +20,7 @@ from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
-from quads_qat.load import Checkpoint
+from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
 from quads_qat.scale_groups import activation_key, whole

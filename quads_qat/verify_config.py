@@ -14,7 +14,7 @@ from quads_qat import checkpoint_io
 from quads_qat.checkpoint_plan import Plan
 from quads_qat.config import Dialect
 from quads_qat.export import configs, ignored_modules
-from quads_qat.load import Checkpoint
+from quads_qat.nvfp4_checkpoint import Checkpoint
 
 _NOT_OF_THE_MODEL = {
     "quantization_config",

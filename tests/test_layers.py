@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "weight_sync",
                 "export",
                 "load",
+                "nvfp4_checkpoint",
                 "compare",
                 "recode",
                 "verify",

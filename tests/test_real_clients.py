@@ -117,7 +117,7 @@ def test_compressed_tensors_decodes_our_weights(name: str, recipe: Recipe, activ
 
 
 def _read(path: Path, weight: str) -> qq.NVFP4Tensor:
-    from quads_qat.load import Checkpoint
+    from quads_qat.nvfp4_checkpoint import Checkpoint
 
     return Checkpoint.open(path).read(weight)
 

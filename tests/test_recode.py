@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import quads_qat as qq
 from quads_qat import Dialect, Recipe, ops
 from quads_qat.contract import contract_of
-from quads_qat.load import Checkpoint
+from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.recode import convert_dialect, dequantize_checkpoint
 from quads_qat.record import RECORD

@@ -26,15 +26,8 @@ from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig
 from quads_qat.contract import KEY
 from quads_qat.conversion import Weight
 from quads_qat.convert import install, install_packed
-from quads_qat.load import (
-    Checkpoint,
-    by_parameter,
-    joined_biases,
-    read_parameter,
-    read_part,
-    rollout_policy,
-    shared_input_amax,
-)
+from quads_qat.load import joined_biases, rollout_policy
+from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part, shared_input_amax
 from quads_qat.required_tensors import require_tensors
 from quads_qat.scale_groups import activation_key
 from quads_qat.skeleton import adopt_prefix
