@@ -107,6 +107,11 @@ class Plan:
     weights: list[DiskWeight]
     biases: list[SplitBias]
 
+    @property
+    def sources(self) -> set[str]:
+        """The BF16 tensors that hold them."""
+        return {disk.source for disk in self.weights} | {bias.source for bias in self.biases}
+
 
 class Assembly:
     """Codes and scales [(E,) N, K] of one parameter, put together from its parts on disk, which come in any order."""

@@ -360,6 +360,7 @@ def inspect(directory: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")]
     """Say what an NVFP4 checkpoint holds, and what is wrong with it. Exit code 1 if something is."""
     from quads_qat.compare import inspect_checkpoint
 
+    _quiet_transformers()
     summary = inspect_checkpoint(directory)
     if as_json:
         _print_json(summary)

@@ -14,6 +14,7 @@ from quads_qat.checkpoint_plan import DiskWeight
 from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, shared_input_amax
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
+from quads_qat.required_tensors import require_tensors
 from quads_qat.scale_groups import group_key
 from quads_qat.skeleton import skeleton
 from quads_qat.verify_config import announcement_problems
@@ -160,7 +161,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         ``dialect``, ``recipe``, ``weights`` (W4A16 or W4A4), numbers of weights and bytes, what the ``contract`` says
         (scope, and what rollouts do with activations; [] without one), and ``problems``: scales that are missing, zero
         or NaN, activation scales missing in part, fused weights whose scales differ, files that have changed since
-        they were written.
+        they were written, tensors that the architecture needs (if transformers has it).
     """
     checkpoint = Checkpoint.open(path)
     problems = announcement_problems(checkpoint)
@@ -191,6 +192,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         problems.append(
             f"{len(weights) - with_input} of {len(weights)} weights of a W4A4 checkpoint have no activation scale"
         )
+    problems += _of_the_architecture(checkpoint)
     return {
         "dialect": checkpoint.dialect.value,
         "recipe": f"{checkpoint.recipe}" + (" (assumed: the checkpoint does not say)" if checkpoint.foreign else ""),
@@ -202,6 +204,20 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "contract": _contract_lines(checkpoint),
         "problems": problems,
     }
+
+
+def _of_the_architecture(checkpoint: Checkpoint) -> list[str]:
+    """What the model of config.json lacks; nothing where transformers does not have it."""
+    reader = checkpoint.reader
+    try:
+        model = skeleton(reader.path, reader.names())
+    except ValueError:  # the checkpoint brings its own code, or is of a later transformers
+        return []
+    try:
+        require_tensors(reader, model, checkpoint.plan(model)[1].sources)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _contract_lines(checkpoint: Checkpoint) -> list[str]:

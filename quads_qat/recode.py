@@ -199,8 +199,7 @@ class _Recoded:
         tensors = [checkpoint.tensor_names(name) for name in (*placed, *self.unplaced)]
         taken = {tensor for n in tensors for tensor in (*n.weight, n.input_scale)} | {b.name for b in plan.biases}
         self.rest = [n for n in checkpoint.reader.names() if n not in taken and not n.endswith(CACHE_SCALES)]
-        elsewhere = {disk.source for disk in plan.weights} | {bias.source for bias in plan.biases}
-        require_tensors(checkpoint.reader, model, elsewhere)
+        require_tensors(checkpoint.reader, model, plan.sources)
 
     def unit(
         self, layouts: dict[str, Layout], make: Callable[[], Iterator[Piece]], weights: Iterable[str] = ()

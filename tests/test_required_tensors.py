@@ -15,6 +15,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 import quads_qat as qq
 from quads_qat import names
 from quads_qat.checkpoint_io import Reader
+from quads_qat.compare import inspect_checkpoint
 from quads_qat.required_tensors import require_tensors
 from quads_qat.safetensors_file import Entry
 from quads_qat.skeleton import skeleton
@@ -79,6 +80,15 @@ def test_quantize_and_verify_refuse_an_incomplete_source(how: str, tmp_path: Pat
     qq.quantize_checkpoint(SOURCE, tmp_path / "out")
     with pytest.raises(ValueError, match=match):
         qq.verify_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("how", [how for how in CHANGES if how != "shape"])
+def test_inspect_sees_an_incomplete_checkpoint(how: str, tmp_path: Path) -> None:
+    change, match = CHANGES[how]
+    path = CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"
+    assert inspect_checkpoint(path)["problems"] == []
+    (problem,) = inspect_checkpoint(rewritten(path, tmp_path / "out", change))["problems"]
+    assert re.search(match, problem)
 
 
 @pytest.mark.parametrize("what", ["attention", "an expert"])

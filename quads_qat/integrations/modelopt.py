@@ -125,8 +125,9 @@ class ModelOptQuantizer(HfQuantizer):
         self.names = self.checkpoint.reader.names()
         adopt_prefix(model, self.names)
         self.conversion, plan = self.checkpoint.plan(model)
-        elsewhere = {disk.source for disk in plan.weights} | {bias.source for bias in plan.biases}
-        require_tensors(self.checkpoint.reader, model, elsewhere)  # transformers would make up values, with a warning
+        require_tensors(
+            self.checkpoint.reader, model, plan.sources
+        )  # transformers would make up values, with a warning
         self.parts, self.biases = by_parameter(plan), joined_biases(model, self.checkpoint.reader, plan)
         modules = {weight.module for weight in self.conversion.weights.values()}
         below = tuple(rf"^{re.escape(name)}\." for name in sorted(modules))
