@@ -35,7 +35,7 @@ from typing import Any
 
 from quads_qat import dialects
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, ResidualScope
-from quads_qat.contract import KEY, Contract, RolloutPolicy
+from quads_qat.contract import Contract, RolloutPolicy
 
 TESTED = ("0.33",)
 """Releases of vLLM whose code was run with this plugin: ``make test-engines``."""
@@ -170,19 +170,19 @@ def overrides(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     return found
 
 
-def serving(config: Any, dialect: Dialect, *, weights_only: bool) -> Serving | None:
+def serving(entry: Any, where: str, dialect: Dialect, *, weights_only: bool) -> Serving | None:
     """What is to be computed for a checkpoint; None: what vLLM computes without the plugin.
 
     Args:
-        config: the transformers config of the model, with config.json's ``quads_qat`` entry if it has one.
+        entry: what config.json has under ``quads_qat``; None: nothing.
+        where: the checkpoint, for messages.
         dialect: of the checkpoint.
         weights_only: W4A16.
 
     Raises:
         ValueError: an entry that cannot be read, or a policy that an engine cannot follow.
     """
-    entry = getattr(config, KEY, None)
-    contract = None if entry is None else Contract.from_json(entry, str(getattr(config, "_name_or_path", "the model")))
+    contract = None if entry is None else Contract.from_json(entry, where)
     recipe = dialects.FOREIGN_RECIPES[dialect][0] if contract is None else contract.recipe
     if not dialects.carries(dialect, recipe):
         raise ValueError(

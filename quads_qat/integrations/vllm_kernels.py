@@ -8,6 +8,7 @@ forward (or a captured CUDA graph) reads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,9 +33,11 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # pyr
     TopKWeightAndReduceNoOP,
 )
 from vllm.platforms import PlatformEnum  # pyright: ignore[reportMissingImports]
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict  # pyright: ignore[reportMissingImports]
 
 from quads_qat import ops
 from quads_qat.config import ActivationScale, Dialect, Recipe
+from quads_qat.contract import KEY
 from quads_qat.experts import ExpertsLayout, grouped_forward
 from quads_qat.formats import SCALE_RANGE
 from quads_qat.integrations.vllm import Serving, serving
@@ -47,10 +50,12 @@ PLATFORMS = (PlatformEnum.CPU, PlatformEnum.CUDA)
 
 def _of_current_model(dialect: Dialect, *, weights_only: bool) -> Serving | None:
     """What the model that vLLM is building is to compute; said once in the log."""
-    config = get_current_vllm_config()
-    if config.model_config is None:
+    model = get_current_vllm_config().model_config
+    if model is None:
         return None
-    chosen = serving(config.model_config.hf_config, dialect, weights_only=weights_only)
+    # the file first: inside a multimodal model, the hf_config of the language model is a nested one
+    entry = _config_json(model.model, model.revision).get(KEY, getattr(model.hf_config, KEY, None))
+    chosen = serving(entry, model.model, dialect, weights_only=weights_only)
     if chosen is None:
         logger.info_once(
             "quads_qat: a W4A16 checkpoint that records no rollout is left to vLLM's kernels; QUADS_QAT_RESIDUAL "
@@ -59,6 +64,12 @@ def _of_current_model(dialect: Dialect, *, weights_only: bool) -> Serving | None
     else:
         logger.info_once("quads_qat: NVFP4 linears and experts are computed as rollouts: %s", str(chosen))
     return chosen
+
+
+@lru_cache
+def _config_json(model: str, revision: str | None) -> dict[str, Any]:
+    """Of a directory or a name on the hub, as vLLM found it."""
+    return get_hf_file_to_dict("config.json", model, revision) or {}
 
 
 def _holds_placeholders() -> bool:

@@ -12,19 +12,23 @@ import pytest
 import torch
 from bits import assert_same_bits
 from by_hand import tensors
+from engines import table
 from engines.measure import trainer
 from torch import Tensor, nn
 
 import quads_qat as qq
 from engines_real import vllm_cpu
+from engines_real.architectures import BUILT, EXTRA
 from engines_real.vllm_cpu import Served, decoded, packed_modules
 from quads_qat import ops
 from quads_qat.integrations import vllm as plugin
+from quads_qat.integrations.vllm_kernels import gate_on_cpu
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
 DIALECTS = ["modelopt", "compressed-tensors"]
 RESIDUAL = qq.ResidualConfig(fraction=0.25, scope="token")
 SCHEMES = {"W4A16": "none", "W4A4": "observed"}
+LOADED = [arch for arch in BUILT if table.read()[arch].cells["modelopt", "W4A4"]["vLLM"] == "pass"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -147,6 +151,35 @@ def test_experts_of_other_ranks_count_for_nothing(tmp_path: Path) -> None:
 
     only_first = torch.tensor([0, 1, -1, -1], dtype=torch.int32)
     assert_same_bits(run(weights, only_first), run(weights * (chosen < 2), None), "masked")
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize(
+    "arch", [arch for arch in BUILT if table.read()[arch].cells["modelopt", "W4A4"]["vLLM"] == "pass"]
+)
+def test_every_packed_layer_of_every_architecture_is_computed_by_the_formula(arch: str, tmp_path: Path) -> None:
+    """Written out with the weights as vLLM's emulation decodes them."""
+    path = exported(arch, tmp_path / "out", "modelopt", residual=RESIDUAL)
+    served = Served(path, extra=EXTRA.get(arch)).load().finish()
+    for name, weights in packed_modules(served.model).items():
+        module: Any = served.model.get_submodule(name)
+        matrices = [decoded(module, weight) for weight in weights]
+        x = rows(matrices[0].shape[-1])
+        if weights == ("weight",):
+            assert_same_bits(module.quant_method.apply(module, x), product(x, matrices[0]), name)
+            continue
+        for expert in range(matrices[0].shape[0]):
+            chosen, one = torch.full((5, 1), expert, dtype=torch.int32), torch.ones(5, 1)
+            out = module.quant_method.apply(module, x, one, chosen, None, None)
+            config = module.quant_method.moe_kernel.fused_experts.activation_config
+            gated = gate_on_cpu(module.activation, product(x, matrices[0][expert]), config)
+            assert_same_bits(out, product(gated, matrices[1][expert]), f"{name}: {expert}")
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    terms, _ = ops.quantize_activation(x, residual=RESIDUAL)
+    first, second = (term.float() @ weight.float().t() for term in terms)
+    return (first + second).to(x.dtype)
 
 
 # -------------------------------------------------------------------------------------------------------------- reload
