@@ -14,7 +14,6 @@ import torch
 from bits import assert_same_bits
 from by_hand import tensors
 from engines import table
-from engines.measure import trainer
 from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES
 from torch import Tensor
@@ -23,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
 import quads_qat as qq
 from engines_real import vllm_cpu
 from engines_real.architectures import BUILT, EXTRA, NOT_BUILT
-from engines_real.vllm_cpu import KV_SCALES, Served, decoded, packed_modules
+from engines_real.vllm_cpu import KV_SCALES, Served, decoded, packed_modules, trained
 from quads_qat import ops
 
 #: What vLLM refuses, as the table says too: architecture -> dialects and schemes, and the message.
@@ -73,7 +72,7 @@ def refused(arch: str, dialect: str, scheme: str) -> str | None:
 
 @pytest.mark.parametrize("arch", BUILT)
 def test_vllm_multiplies_by_the_trainers_bits_or_refuses(arch: str, tmp_path: Path) -> None:
-    model, weights = trainer(arch)
+    model, weights = trained(arch)
     for dialect in BOTH:
         twin = None
         for scheme, activations in table.ACTIVATIONS.items():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import quads_qat as qq
 from engines_real import vllm_cpu
 from engines_real.architectures import BUILT, EXTRA
-from engines_real.vllm_cpu import Served, decoded, packed_modules
+from engines_real.vllm_cpu import Served, decoded, packed_modules, trained
 from quads_qat import ops
 from quads_qat.integrations import vllm as plugin
 from quads_qat.integrations.vllm_kernels import gate_on_cpu
@@ -45,7 +45,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def exported(arch: str, path: Path, dialect: str, scheme: str = "W4A4", **how: Any) -> Path:
-    qq.export_checkpoint(trainer(arch)[0], path, dialect=dialect, activations=SCHEMES[scheme], **how)
+    qq.export_checkpoint(trained(arch)[0], path, dialect=dialect, activations=SCHEMES[scheme], **how)
     return path
 
 
@@ -191,7 +191,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
 def test_new_weights_arrive_in_place_any_number_of_times(arch: str, dialect: str, scheme: str, tmp_path: Path) -> None:
     first, other = (tmp_path / name for name in ("first", "other"))
-    model = trainer(arch)[0]
+    model = trained(arch)[0]
     exported(arch, first, dialect, scheme, residual=RESIDUAL)
     with torch.no_grad():
         for parameter in model.parameters():

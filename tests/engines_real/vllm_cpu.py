@@ -80,7 +80,6 @@ def emulate() -> None:
     )
 
 
-@cache
 def join_group(path: Path) -> None:
     """One process is the whole group; with a model that has experts, so that there is a group of experts."""
     with set_current_vllm_config(config_of(path)):
@@ -186,18 +185,25 @@ def decoded(module: nn.Module, weight: str) -> Tensor:
     )
 
 
-@cache
-def _prepared(path: Path) -> None:
+def trained(arch: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """``engines.measure.trainer``; vLLM decorates the transformers classes that it runs, which then want its config."""
     from engines.measure import trainer
 
-    import quads_qat as qq
+    if not _small:
+        return trainer(arch)
+    with set_current_vllm_config(config_of(_small[0])):
+        return trainer(arch)
 
-    qq.export_checkpoint(trainer("qwen3_moe")[0], path, dialect="modelopt")
-    join_group(path)
+
+_small: list[Path] = []
 
 
 def prepare(path: Path) -> None:
     """Everything a test needs, once; ``path`` is a place for a small checkpoint."""
+    import quads_qat as qq
+
     emulate()
-    if not torch.distributed.is_initialized():
-        _prepared(path)
+    if not _small:
+        qq.export_checkpoint(trained("qwen3_moe")[0], path, dialect="modelopt")
+        join_group(path)
+        _small.append(path)
