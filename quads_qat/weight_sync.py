@@ -83,8 +83,9 @@ def update_weights(
 
     A layer is changed when all of its tensors have come and were found right (dtype, shape, finite), so a layer never
     mixes old and new weights. A sync that fails leaves some layers new and others old; the rollout then refuses to run,
-    and to give a state_dict, until a complete sync. Tensors may come in any order, and are copied or consumed before the next is asked for, so
-    their memory may be reused; order them by layers (as ``export_weights`` does) to need one layer of extra memory.
+    and to give a state_dict, until a complete sync. Tensors may come in any order, and are copied or consumed before
+    the next is asked for, so their memory may be reused; order them by layers (as ``export_weights`` does) to need one
+    layer of extra memory.
 
     Args:
         rollout: converted to ``w4a4_residual``, or from ``load_rollout``.
