@@ -191,7 +191,8 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
         partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
         partial.chmod(0o755)
         opened = os.open(partial, os.O_RDONLY)
-        lock(opened)  # goes with the process, so that others can tell whether it is alive
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            lock(opened)  # goes with the process, so that others can tell whether it is alive
         yield partial
         for path in partial.rglob("*"):
             sync(path)

@@ -471,6 +471,18 @@ def test_what_a_killed_export_left_goes_with_the_next_one(monkeypatch: pytest.Mo
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".other.abc.partial"}
 
 
+def test_an_export_where_the_file_system_has_no_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def refuse(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(checkpoint_io, "lock", refuse)
+    monkeypatch.setattr(checkpoint_io, "_A_MOMENT", -1.0)
+    (tmp_path / ".out.abc.partial").mkdir()
+    model = qq.convert(tiny_model("llama"), "w4a16")
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.abc.partial"}  # whose process may be alive
+
+
 def test_two_exports_into_one_directory(tmp_path: Path):
     model = qq.convert(tiny_model("llama"), "w4a16")
 
