@@ -9,6 +9,7 @@ keeps the shards whose hash is right and makes the others again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -165,7 +166,9 @@ def _locked_journal(path: Path) -> Iterator[int]:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     journal = os.open(path / JOURNAL, flags, 0o666)
     try:
-        if not lock(journal) or not _is(journal, path / JOURNAL):  # or just finished, and removed, by another process
+        if not _lock_if_there_are_locks(journal) or not _is(
+            journal, path / JOURNAL
+        ):  # or just finished, and removed, by another process
             raise ValueError(f"{path}: another process is writing there; wait for it, or choose another destination")
         yield journal
     finally:
@@ -183,6 +186,15 @@ def lock(opened: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _lock_if_there_are_locks(opened: int) -> bool:
+    try:
+        return lock(opened)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # Lustre and NFS, as they may be mounted
+            return True
+        raise
 
 
 def _is(opened: int, path: Path) -> bool:

@@ -1,6 +1,8 @@
 """Contract under test: a killed ``quantize_checkpoint`` leaves nothing that looks whole, and the next call with the
 same arguments gives the files that an uninterrupted one gives, byte for byte; finished shards are verified and kept."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -317,6 +319,18 @@ def test_a_record_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "out" / RECORD).unlink()
     with pytest.raises(ValueError, match="out exists already; remove it or choose another destination"):
         quantize(tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(
+    number: int, monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    quantize(tmp_path / "out")
+    assert contents(tmp_path / "out") == expected
 
 
 def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes], tmp_path: Path) -> None:
