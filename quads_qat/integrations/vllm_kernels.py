@@ -40,7 +40,7 @@ from quads_qat.config import ActivationScale, Dialect, Recipe
 from quads_qat.contract import KEY
 from quads_qat.experts import ExpertsLayout, grouped_forward
 from quads_qat.formats import SCALE_RANGE
-from quads_qat.integrations.vllm import Serving, serving
+from quads_qat.integrations.vllm_policy import Serving, serving
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.residual import projection
 

@@ -22,6 +22,7 @@ from engines_real.architectures import BUILT, EXTRA
 from engines_real.vllm_cpu import Served, decoded, packed_modules, trained
 from quads_qat import ops
 from quads_qat.integrations import vllm as plugin
+from quads_qat.integrations import vllm_policy
 from quads_qat.integrations.vllm_kernels import gate_on_cpu
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
@@ -337,7 +338,7 @@ def test_the_log_says_what_is_computed_and_batch_invariance_is_refused(
         Served(tmp_path / "out")
 
 
-def policy_of(path: Path) -> plugin.Serving:
+def policy_of(path: Path) -> vllm_policy.Serving:
     served = Served(path)
     return kernel_of(next(m for n, m in served.model.named_modules() if n.endswith("o_proj"))).chosen
 
@@ -346,9 +347,9 @@ def policy_of(path: Path) -> plugin.Serving:
 def test_the_environment_overrides_what_the_file_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = exported("llama", tmp_path / "out", "modelopt", residual=RESIDUAL)
     assert policy_of(path).residual == RESIDUAL
-    monkeypatch.setenv(plugin.RESIDUAL, json.dumps({"fraction": 0.125, "scope": "block"}))
-    monkeypatch.setenv(plugin.SCALE, "static")
-    monkeypatch.setenv(plugin.RECIPE, "transformer-engine")
+    monkeypatch.setenv(vllm_policy.RESIDUAL, json.dumps({"fraction": 0.125, "scope": "block"}))
+    monkeypatch.setenv(vllm_policy.SCALE, "static")
+    monkeypatch.setenv(vllm_policy.RECIPE, "transformer-engine")
     chosen = policy_of(path)
     assert chosen.residual == qq.ResidualConfig(fraction=0.125, scope="block")
     assert (chosen.activation.scale, chosen.activation.recipe) == ("static", "transformer-engine")
@@ -356,7 +357,7 @@ def test_the_environment_overrides_what_the_file_records(tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("on")
 def test_static_scales_are_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.SCALE, "static")
+    monkeypatch.setenv(vllm_policy.SCALE, "static")
     for dialect in DIALECTS:
         path = exported("llama", tmp_path / dialect, dialect, residual=RESIDUAL)
         served, rollout = Served(path).load().finish(), qq.load_rollout(path, activation_scale="static")
@@ -381,11 +382,11 @@ def test_what_others_wrote_gets_the_defaults_and_w4a16_stays_with_vllm(tmp_path:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({plugin.RESIDUAL: '{"scope": "batch"}'}, "scope 'batch' of the environment: the rows of other requests"),
-        ({plugin.RESIDUAL: '{"scope": "static"}'}, "calibrated masks are not part of checkpoints"),
-        ({plugin.SCALE: "per_tensor"}, "activation scale 'per_tensor' of the environment"),
-        ({plugin.RESIDUAL: "0.5"}, r"QUADS_QAT_RESIDUAL='0.5' is not understood .*e.g. {"),
-        ({plugin.SCALE: "row"}, "QUADS_QAT_ACTIVATION_SCALE='row' is not understood"),
+        ({vllm_policy.RESIDUAL: '{"scope": "batch"}'}, "scope 'batch' of the environment: the rows of other requests"),
+        ({vllm_policy.RESIDUAL: '{"scope": "static"}'}, "calibrated masks are not part of checkpoints"),
+        ({vllm_policy.SCALE: "per_tensor"}, "activation scale 'per_tensor' of the environment"),
+        ({vllm_policy.RESIDUAL: "0.5"}, r"QUADS_QAT_RESIDUAL='0.5' is not understood .*e.g. {"),
+        ({vllm_policy.SCALE: "row"}, "QUADS_QAT_ACTIVATION_SCALE='row' is not understood"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(
@@ -401,7 +402,7 @@ def test_what_an_engine_cannot_do_is_refused(
 @pytest.mark.usefixtures("on")
 def test_experts_with_static_scales_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = exported("mixtral", tmp_path / "out", "modelopt", residual=RESIDUAL)
-    monkeypatch.setenv(plugin.SCALE, "static")
+    monkeypatch.setenv(vllm_policy.SCALE, "static")
     with pytest.raises(ValueError, match="only a reciprocal"):
         Served(path)
 
