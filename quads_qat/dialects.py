@@ -110,10 +110,11 @@ def write(name: str, q: NVFP4Tensor, dialect: Dialect, *, transposed: bool = Fal
     qdata, block_scale = q.qdata, q.block_scale.view(torch.uint8)
     if transposed:
         qdata, block_scale = qdata.mT, block_scale.mT
+    scale = stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect)
     return {
         names.qdata: qdata.clone(memory_format=torch.contiguous_format),
         names.block_scale: block_scale.clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
-        names.scale: stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).reshape(scale_shape(dialect)).clone(),
+        names.scale: scale.reshape(scale_shape(dialect)).clone(),
     }
 
 
