@@ -107,6 +107,20 @@ def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
     return found[0][1], found[0][1].__dict__[STATE]
 
 
+def refuse_save_pretrained(root: nn.Module) -> None:
+    """Of a rollout: transformers would write its packed buffers in names and with a config that nothing loads."""
+    if hasattr(root, "save_pretrained"):
+        root.save_pretrained = _refused_save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _refused_save_pretrained(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "save_pretrained: a rollout's packed weights would be written in a form that loads as random ones; copy the "
+        "directory of the NVFP4 checkpoint that it was loaded from, or, for newer weights, call "
+        "quads_qat.export_checkpoint of the trainer"
+    )
+
+
 def require_unwrapped(root: nn.Module, who: str) -> None:
     """Raise ValueError if adapters wrap modules of a converted model, whose names and weights then are other ones."""
     way_out = (

@@ -27,6 +27,7 @@ from quads_qat.conversion import (
     check_patterns,
     conversion_of,
     full_name,
+    refuse_save_pretrained,
     require_unwrapped,
     select,
 )
@@ -310,6 +311,7 @@ def install_packed(
     conversion.groups.clear()  # they held the master weights
     conversion.mode, conversion.activation, conversion.residual = Mode.W4A4_RESIDUAL, activation, residual
     model.requires_grad_(False)
+    refuse_save_pretrained(model)
 
 
 def amax_of_group(conversion: Conversion, weight: Weight) -> Tensor:

@@ -3,6 +3,7 @@
 The yardsticks are ``load_rollout`` and ``load_model``, which ``test_load`` compares with numbers decoded by hand.
 """
 
+import copy
 import json
 import shutil
 import subprocess
@@ -163,7 +164,7 @@ def test_another_dtype() -> None:
 
 
 def test_a_dequantized_model_is_a_plain_one(tmp_path: Path) -> None:
-    """Saved, trained, converted and exported like any other; a packed one is not saved as something that it is not."""
+    """Saved, trained, converted and exported like any other."""
     path = MODELOPT / "mixtral-nvfp4"
     plain = load(path, quantization_config=ModelOptConfig(dequantize=True))
     plain.save_pretrained(tmp_path / "saved")
@@ -177,8 +178,20 @@ def test_a_dequantized_model_is_a_plain_one(tmp_path: Path) -> None:
     logits_of_trainer.loss.backward()
     qq.export_checkpoint(plain, tmp_path / "out", dialect="compressed-tensors")
     assert qq.verify(plain, tmp_path / "out").ok
-    with pytest.raises(ValueError, match="is not serializable"):
-        load(path).save_pretrained(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "load_rollout", "convert"])
+def test_a_rollout_is_not_saved_as_something_that_it_is_not(how: str, tmp_path: Path) -> None:
+    """Its packed buffers would load as random weights."""
+    rollout: Any = {
+        "from_pretrained": lambda: load(MOE),
+        "load_rollout": lambda: qq.load_rollout(MOE),
+        "convert": lambda: qq.convert(qq.load_model(MOE), "w4a4_residual"),
+    }[how]()
+    for model in (rollout, copy.deepcopy(rollout)):
+        with pytest.raises(ValueError, match=r"copy the directory .* call quads_qat\.export_checkpoint of the trainer"):
+            model.save_pretrained(tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
 
 
 def test_generation() -> None:
