@@ -155,10 +155,12 @@ def write_checkpoint(
         Whether anything was written; False where the checkpoint was there, whole.
 
     Raises:
-        ValueError: ``path`` holds something else, is being written by another process, has too little space, or cannot
-            be written.
+        ValueError: ``path`` is the source, holds something else, is being written by another process, has too little
+            space, or cannot be written.
     """
     path, companions = Path(path), checkpoint_io.companions(reader.path)
+    if path.exists() and path.samefile(reader.path):
+        raise ValueError(f"{path}: source and destination are the same directory; choose another destination")
     for file in left_behind:
         companions.pop(file, None)
     job = job | {"source": _source(reader), "shards": digest([[shard.file, sorted(shard.layouts)] for shard in shards])}

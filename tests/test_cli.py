@@ -204,7 +204,7 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
             "no such directory; if this is a model of the Hugging Face Hub, download it and give its directory: "
             "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B",
         ),
-        (("quantize", DATA, DATA, "--weights-only"), "exists already; remove it or choose another destination"),
+        (("quantize", DATA, DATA, "--weights-only"), "source and destination are the same directory; choose another"),
         (("quantize", DATA, "{tmp}/a/b", "--weights-only"), "no such directory; create it first"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "foo"), "'foo' is not one of 'aligned'"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "llm-compressor"), "use 'aligned', 'modelopt'"),

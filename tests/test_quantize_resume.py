@@ -258,6 +258,20 @@ def test_another_job_is_refused(change: dict[str, Any], match: str, events: int,
     assert contents(tmp_path / "out") == before
 
 
+def test_the_source_is_not_the_destination(tmp_path: Path) -> None:
+    """Whose advice must not be to remove it."""
+    source = shutil.copytree(SOURCE, tmp_path / "source")
+    (tmp_path / "link").symlink_to(tmp_path)
+    before = contents(source)
+    for destination in (source, tmp_path / "link" / "source"):
+        with pytest.raises(ValueError, match="source and destination are the same directory; choose another dest"):
+            qq.quantize_checkpoint(source, destination)
+    packed = shutil.copytree(CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4", tmp_path / "packed")
+    with pytest.raises(ValueError, match="source and destination are the same directory"):
+        qq.dequantize_checkpoint(packed, packed)
+    assert contents(source) == before
+
+
 def test_two_at_once(expected: dict[str, bytes], tmp_path: Path) -> None:
     out, refused = tmp_path / "out", []
 
