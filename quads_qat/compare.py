@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from quads_qat.scale_groups import group_key
 from quads_qat.skeleton import skeleton
 from quads_qat.verify_config import announcement_problems
 
+COMPUTE_IN = "FSDP2: MixedPrecisionPolicy(param_dtype=torch.{}); or autocast"
+"""How a trainer with fp32 masters multiplies by what an export casts them to."""
+
 
 def difference(actual: Tensor, expected: Tensor) -> str | None:
     """How two tensors differ in their bits (the sign of zero counts), or None."""
@@ -31,6 +34,26 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
     count = int(wrong.sum())
     values = f"{actual[first].item()} against {expected[first].item()}"
     return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
+
+
+def cast_note(rest: Iterable[tuple[Tensor, torch.dtype]]) -> str:
+    """What "equal" leaves open: of (tensor in high precision, dtype that an export casts it to); "" without a cast.
+
+    Quantized weights are cast in the trainer's forward too, the others only on their way to the file or the rollout.
+    """
+    casts = ((dtype_name(tensor.dtype), dtype_name(dtype)) for tensor, dtype in rest if tensor.dtype != dtype)
+    here, there = next(casts, ("", ""))
+    if not here:
+        return ""
+    return (
+        f"; those that are not quantized after the cast to {there}: the trainer multiplies by them in {here}, unless "
+        f"it computes in {there} ({COMPUTE_IN.format(there)})"
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Like ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -313,6 +313,7 @@ def _report(pair: ModelPair, sums: _Sums, log_probs: list[Tensor], mask: Tensor,
         routers=[RouterFlips(n, c[0] / max(c[2], 1), c[1] / max(c[3], 1)) for n, c in sums.experts.items()],
         channels=_worst_channels(sums.gemms, channels),
         other_weights=list(pair.tensors),
+        cast_weights=pair.casts,
     )
 
 

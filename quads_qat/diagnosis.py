@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quads_qat.compare import COMPUTE_IN
 from quads_qat.gap import GapStats
 from quads_qat.gemm_noise import Noise
 
@@ -106,6 +107,8 @@ class Diagnosis:
         channels: the worst input channels, worst first.
         other_weights: tensors that neither side quantizes and that differ, in the trainer's dtype; their effect is part
             of ``delta_weight``. A weight sync that forgot them shows here.
+        cast_weights: those of them that are equal after a cast of the trainer's, and its dtype: fp32 masters that the
+            trainer multiplies by as they are, while export and rollout round them.
     """
 
     delta: Tensor
@@ -120,6 +123,7 @@ class Diagnosis:
     routers: list[RouterFlips]
     channels: list[ChannelError]
     other_weights: list[str]
+    cast_weights: dict[str, str]
 
     def top_modules(self, n: int = 10) -> list[GemmError]:
         """The n weights whose GEMMs are furthest from the trainer's for the same input, worst first."""
@@ -211,9 +215,21 @@ def _tables(found: Diagnosis, rows: int) -> Iterable[Any]:
     if found.channels:
         lines = [(c.name, str(c.channel), c.cause, _number(c.error), f"{c.share:.1%}") for c in found.channels[:rows]]
         yield table("the worst input channels", "weight", ("channel", "cause", "error", "of the module's"), lines)
-    if found.other_weights:
-        shown = ", ".join(found.other_weights[:3])
-        yield f"{len(found.other_weights)} tensors that are not quantized differ ({shown}, ...): a stale weight sync?"
+    if found.cast_weights:
+        names, dtype = [*found.cast_weights], next(iter(found.cast_weights.values()))
+        yield (
+            f"{_not_quantized(names)} by the cast to {dtype} alone: the trainer multiplies by fp32 masters; "
+            f"train under {dtype} ({COMPUTE_IN.format(dtype)})"
+        )
+    if stale := [name for name in found.other_weights if name not in found.cast_weights]:
+        yield f"{_not_quantized(stale)}: a stale weight sync?"
+
+
+def _not_quantized(names: list[str]) -> str:
+    shown = f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    if len(names) == 1:
+        return f"1 tensor {shown} that is not quantized differs"
+    return f"{len(names)} tensors {shown} that are not quantized differ"
 
 
 def _number(value: float) -> str:

@@ -234,7 +234,7 @@ def _weights(
         way_out = "compare qq.coverage of both sides: scope, include and exclude must be the same, and a sync complete"
         coverage = Check("coverage", False, seen, way_out)
     if not found.different:
-        return [coverage, Check("weights", True, f"{found.equal} tensors are equal, bit for bit")]
+        return [coverage, Check("weights", True, f"{found.equal} tensors are equal, bit for bit{found.note}")]
     name, how = next(iter(found.different.items()))
     seen = f"{len(found.different)} of {found.equal + len(found.different)} tensors differ, first {name}: {how}"
     way_out = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from quads_qat.compare import dtype_name
 from quads_qat.config import Mode
 from quads_qat.gemm_noise import weight_error
 from quads_qat.residual import PackedModule
@@ -22,7 +23,8 @@ class ModelPair:
     """Two models of one architecture, and in what they differ.
 
     ``mine`` and ``theirs`` hold the ingredients of every weight that either side quantizes, ``half`` the rollout's
-    weights with the trainer's activations; ``tensors`` what else of the rollout differs, in the trainer's dtypes.
+    weights with the trainer's activations; ``tensors`` what else of the rollout differs, in the trainer's dtypes, and
+    ``casts`` the dtype whose cast explains it, where one does.
     """
 
     trainer: nn.Module
@@ -31,6 +33,7 @@ class ModelPair:
     half: Sources
     theirs: Sources
     tensors: dict[str, Tensor]
+    casts: dict[str, str]
     errors: dict[str, float]  #: parameter -> relative difference of the two weights
     masters: dict[str, Tensor]
     watched: list[str]
@@ -71,9 +74,10 @@ class ModelPair:
             for held, side in ((mine, own), (half, swapped), (theirs, other)):
                 held.setdefault(weight.module, {})[weight.parameter] = side
         tensors = _other_tensors(a, b, set(quantized))
+        casts = _casts(a, b, tensors, {w.format.export_dtype for w in quantized.values()})
         masters = {name: master_of(a, w.module, w.parameter) for name, w in quantized.items()}
         layers = dict.fromkeys(found[1] for name in common if (found := LAYER.match(name)))
-        return cls(a, b, mine, half, theirs, tensors, errors, masters, common, list(layers))
+        return cls(a, b, mine, half, theirs, tensors, casts, errors, masters, common, list(layers))
 
     @property
     def same_weights(self) -> bool:
@@ -123,3 +127,15 @@ def _other_tensors(a: nn.Module, b: nn.Module, quantized: set[str]) -> dict[str,
         if not torch.equal(other, value):
             differ[name] = other
     return differ
+
+
+def _casts(a: nn.Module, b: nn.Module, tensors: dict[str, Tensor], export_dtypes: set[torch.dtype]) -> dict[str, str]:
+    """Tensors of ``a`` that are those of ``b`` after a cast, that of an export or of the rollout's own dtype."""
+    mine, theirs = a.state_dict(), b.state_dict()
+    found = {}
+    for name in tensors:
+        there = theirs[name]
+        for dtype in (there.dtype, *export_dtypes):
+            if dtype != mine[name].dtype and torch.equal(mine[name].to(there.device).to(dtype).to(there.dtype), there):
+                found[name] = dtype_name(dtype)
+    return found

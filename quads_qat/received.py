@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat.checkpoint_plan import export_plan
+from quads_qat.compare import cast_note, difference
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_weight
@@ -18,7 +19,6 @@ from quads_qat.dialects import carries
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_plan import module_of
-from quads_qat.verify import difference
 from quads_qat.weight_stream import ActivationScales, export_metadata, export_weights, own_scales, rest_in_memory
 
 _PARTS = ("qdata", "block_scale", "per_tensor_scale")
@@ -34,6 +34,7 @@ class Comparison:
         unexpected: names that only the rollout has.
         equal: how many tensors have the same bits.
         different: name -> how it differs.
+        note: what "equal" leaves open: the cast of fp32 masters that are not quantized; "" without one.
     """
 
     names: int = 0
@@ -41,6 +42,7 @@ class Comparison:
     unexpected: list[str] = field(default_factory=list)
     equal: int = 0
     different: dict[str, str] = field(default_factory=dict)
+    note: str = ""
 
     def add(self, name: str, how: str | None) -> None:
         """One tensor that both sides have; ``how`` it differs."""
@@ -61,7 +63,7 @@ def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
     here = {*conversion.weights, *rest}
     there = {*theirs.weights, *(n for n in live if n not in packed and not n.endswith(beside))}
     there -= root.state_dict().keys() - here  # further names of tied weights
-    found = Comparison(len(here & there), sorted(here - there), sorted(there - here))
+    found = Comparison(len(here & there), sorted(here - there), sorted(there - here), note=cast_note(rest.values()))
     amaxes: dict[str, Tensor] = {}
     for name, weight in conversion.weights.items():
         if weight.group not in amaxes:  # on all ranks, whatever the rollout has: sharded weights are gathered
@@ -131,6 +133,7 @@ def compare_received(
     dialect, names = _dialect_of(trainer, conversion, taken, activations)
     scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - names  # an engine's own, if it has any
     found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names - scales))
+    found.note = cast_note(rest_in_memory(root, conversion).values())
     for name, tensor in export_weights(trainer, dialect, activations=activations):
         there = taken.get(name)
         if isinstance(there, str):

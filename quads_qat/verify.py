@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, dialects, ops
 from quads_qat.autograd import fake_quantize_weight
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan, with_stacks_of
-from quads_qat.compare import difference, tensors_of
+from quads_qat.compare import cast_note, difference, dtype_name, tensors_of
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
-from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
+from quads_qat.conversion import Conversion, conversion_of, require_same_modules, require_unwrapped
 from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import plan_checkpoint, scale_groups_on_disk
@@ -25,7 +25,7 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
 from quads_qat.scale_groups import activation_key, whole
 from quads_qat.verify_config import announcement_differences, as_config, model_differences
-from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales
+from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales, rest_in_memory
 
 
 class VerificationError(ValueError):
@@ -40,13 +40,13 @@ class Report:
         quantized: quantized weights whose decoded values were compared.
         other: tensors in high precision that were compared.
         differences: name -> how it differs; empty if everything is the same bits.
-        cast: what fp32 master weights were cast to before the comparison, as the exporter casts them; "" if none.
+        note: what "equal" leaves open: casts of what is not quantized, by the exporter or by readers; "" if none.
     """
 
     quantized: int = 0
     other: int = 0
     differences: dict[str, str] = field(default_factory=dict)
-    cast: str = ""
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -59,8 +59,9 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            masters = f" (fp32 masters cast to {self.cast}, as at export)" if self.cast else ""
-            return f"{self.quantized} quantized weights and {self.other} other tensors are equal, bit for bit{masters}"
+            return (
+                f"{self.quantized} quantized weights and {self.other} other tensors are equal, bit for bit{self.note}"
+            )
         name, how = next(iter(self.differences.items()))
         count = len(self.differences)
         return f"{count} tensor{'s differ' if count > 1 else ' differs'}, first {name}: {how}"
@@ -90,6 +91,7 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
     require_unwrapped(root, "verify")
+    require_same_modules(root, conversion, "verify")
     checkpoint = Checkpoint.open(path)
     _require_recipe(checkpoint, conversion.recipe)
     if checkpoint.contract is not None:
@@ -98,9 +100,8 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     plan = disk_plan(root, conversion, checkpoint.dialect)
     expected = {disk.name for disk in plan.weights}
     extra = checkpoint.quantized_as(expected) - expected
-    report = Report()
-    if any(p.dtype == torch.float32 for p in root.parameters()):
-        report.cast = str(next(iter(conversion.weights.values())).format.export_dtype).removeprefix("torch.")
+    in_memory = [*rest_in_memory(root, conversion).values()]
+    report = Report(note=cast_note(in_memory) + _reader_note(checkpoint, {dtype for _, dtype in in_memory}))
     trained: dict[str, Tensor] = {}
     made: NVFP4Tensor | None = None
     for disk in plan.weights:
@@ -131,6 +132,19 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         report.differences |= model_differences(config.to_dict(), checkpoint.reader.path, root)
     _compare_files(report, checkpoint)
     return report.raise_if_different()
+
+
+def _reader_note(checkpoint: Checkpoint, dtypes: set[torch.dtype]) -> str:
+    """Of a config.json of another 16-bit dtype than the tensors': a cast between the two is never exact."""
+    config = checkpoint.reader.config
+    asked = config.get("dtype") or config.get("torch_dtype")
+    held = {dtype_name(dtype) for dtype in dtypes & {torch.float16, torch.bfloat16}}
+    if asked not in ("float16", "bfloat16") or held <= {asked}:
+        return ""
+    return (
+        f"; config.json asks for {asked}, to which readers cast the tensors of the trainer in {min(held - {asked})}: "
+        f"load the trainer with dtype=torch.{asked}"
+    )
 
 
 def _compare_files(report: Report, checkpoint: Checkpoint) -> None:

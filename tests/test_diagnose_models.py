@@ -40,6 +40,13 @@ def largest(found: Diagnosis) -> list[float]:
     return [found.gap[part].max for part in PARTS]
 
 
+def printed(found: Diagnosis, width: int = 160) -> str:
+    """As a terminal shows it, spaces of lines that wrap as one."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(found)
+    return " ".join(console.file.getvalue().split())
+
+
 def assert_parts_add_up(found: Diagnosis) -> None:
     counted = torch.isfinite(found.delta)
     total = found.delta_weight + found.delta_act + found.delta_num
@@ -133,6 +140,29 @@ def test_a_tensor_that_no_side_quantizes_counts_as_weight_and_is_named():
     assert found.gap["delta_weight"].max == found.gap["delta"].max > 0.01
     assert found.gap["delta_num"].max == 0.0
     assert_same_bits(trainer.model.norm.weight.detach(), model.model.norm.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_cast_of_fp32_masters_is_no_stale_sync(dtype: torch.dtype):
+    trainer = converted(tiny_model("qwen3_moe", dtype=torch.float32), "w4a16")
+    rollout = rolled_out(trainer).to(dtype)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(1.001)
+    qq.update_weights(rollout, qq.export_weights(trainer, "modelopt"))
+    rest = [name for name, _ in trainer.named_parameters() if name.endswith(("norm.weight", "gate.weight"))]
+    found = qq.diagnose(trainer, rollout, ids_for(trainer))
+    assert set(found.cast_weights) == set(found.other_weights) > set(rest)
+    assert set(found.cast_weights.values()) == {"bfloat16"}
+    shown = printed(found)
+    assert "differ by the cast to bfloat16 alone" in shown
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in shown
+    assert "stale" not in shown
+    with torch.no_grad():
+        rollout.model.norm.weight[3] += 1
+    found = qq.diagnose(trainer, rollout, ids_for(trainer))
+    assert set(found.other_weights) - set(found.cast_weights) == {"model.norm.weight"}
+    assert "1 tensor (model.norm.weight) that is not quantized differs: a stale weight sync?" in printed(found)
 
 
 def test_experts_that_are_linears_of_their_own():

@@ -157,6 +157,33 @@ def test_a_trained_weight_differs(checkpoint: Any) -> None:
         qq.verify(model, path)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "note"),
+    [
+        (
+            torch.float32,
+            "; those that are not quantized after the cast to bfloat16: the trainer multiplies by them in float32, ",
+        ),
+        (torch.bfloat16, ""),
+        (
+            torch.float16,
+            "; config.json asks for bfloat16, to which readers cast the tensors of the trainer in float16: load the "
+            "trainer with dtype=torch.bfloat16",
+        ),
+    ],
+    ids=str,
+)
+def test_a_cast_is_said(dtype: torch.dtype, note: str, tmp_path: Path) -> None:
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE, dtype=dtype), "w4a16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", source=SOURCE)
+    shown = str(qq.verify(model, tmp_path / "out"))
+    assert " other tensors are equal, bit for bit" + note in shown
+    assert note or shown.endswith("bit for bit")
+
+
 def test_tensors_that_are_not_in_the_source(checkpoint: Any, tmp_path: Path) -> None:
     path = checkpoint("modelopt")
     scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}  # of a KV cache: no weight
