@@ -122,4 +122,13 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         return ""
     keys = [key for key in ours if theirs and theirs.get(key) != ours[key]]
     keys = keys[:1] if keys[:1] == ["command"] else keys
-    return "; ".join(f"{key} is {theirs.get(key)!r}, not {ours[key]!r}" for key in keys) or "its record says nothing"
+    said = (_DIGESTS.get(key) or f"{key} is {theirs.get(key)!r}, not {ours[key]!r}" for key in keys)
+    return "; ".join(said) or "its record says nothing"
+
+
+_DIGESTS = {
+    "shards": "its tensors are in other shards: give the size that it was begun with (shard_bytes=, --max-shard-size)",
+    "source": "its source was another one, or has changed since",
+    "activations": "its activation scales come from something else (activations=, calibrate=)",
+}
+"""Of these settings a job holds a digest, which tells a reader nothing."""
