@@ -281,6 +281,7 @@ _SIGNS_IN_NAMES = {
 def require_unquantized(reader: Reader) -> None:
     """Raise ValueError if config, files or tensor names say that the checkpoint was quantized, by whatever method."""
     if method := _quantized_by(reader):
+        method = "quads_qat" if "quads_qat" in reader.config else method
         raise ValueError(
             f"{reader.path} is quantized already; quantize the original BF16 checkpoint. It was made by {method}"
         )

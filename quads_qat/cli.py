@@ -56,11 +56,17 @@ def main() -> None:
         fail(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
     except (ValueError, TypeError, OSError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        fail("interrupted; what was finished is kept if the same command can continue it, nothing half-written is")
+    except (KeyboardInterrupt, typer.Abort):  # releases of typer differ in what they make of Ctrl-C
+        code = _INTERRUPTED
     finally:
         warnings.formatwarning = python_s
+    if code == _INTERRUPTED:
+        print("quads-qat: interrupted; run the same command again to continue", file=sys.stderr)
     raise SystemExit(code or 0)
+
+
+_INTERRUPTED = 130
+"""The exit code of a program that SIGINT ended."""
 
 
 def _one_line(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
@@ -155,12 +161,18 @@ def _demo_table(result: dict[str, Any], directory: Path) -> None:
     out.print(f"plot: {directory / 'gap.png'}   numbers: {directory / 'result.json'}", soft_wrap=True)
 
 
+RECIPE_HELP = (
+    "Which arithmetic: aligned goes with both dialects, modelopt* with modelopt, llm-compressor with "
+    "compressed-tensors, transformer-engine with none."
+)
+
+
 @app.command()
 def quantize(
     source: Annotated[Path, typer.Argument(help="BF16 checkpoint directory (safetensors).")],
     destination: Annotated[Path, typer.Argument(help="Directory to make, or to continue after an interruption.")],
     dialect: Annotated[Dialect, typer.Option(help="Which names and config engines find.")] = Dialect.MODELOPT,
-    recipe: Annotated[Recipe, typer.Option(help="Which arithmetic.")] = Recipe.ALIGNED,
+    recipe: Annotated[Recipe, typer.Option(help=RECIPE_HELP)] = Recipe.ALIGNED,
     scope: Annotated[Scope, typer.Option(help="Which modules.")] = Scope.ALL,
     include: Names = None,
     exclude: Names = None,

@@ -92,8 +92,11 @@ def check_recipe(recipe: Recipe, dialect: Dialect) -> None:
     """Refuse a recipe whose scale does not survive the dialect's form of it (1/(1/x) != x for 17 % of fp32)."""
     if not carries(dialect, recipe):
         options = ", ".join(f"'{r}'" for r in _EXPORTABLE[dialect])
+        others = "".join(
+            f", or the dialect {other} (dialect=, --dialect)" for other in Dialect if carries(other, recipe)
+        )
         raise ValueError(
-            f"export: recipe '{recipe}' cannot be written in the {dialect} dialect without changing bits; use {options}"
+            f"recipe '{recipe}' cannot be written in the {dialect} dialect without changing bits; use {options}{others}"
         )
 
 

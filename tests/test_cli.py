@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -119,6 +120,11 @@ def test_verify_names_the_tensor_that_differs(checkpoints: dict[str, Path], tmp_
     assert re.fullmatch(rf"  {re.escape(name)}: 1 codes, 1 values, max \|a - b\| [\d.e-]+", line)
 
 
+def test_our_own_checkpoint_is_not_quantized_again(checkpoints: dict[str, Path], tmp_path: Path):
+    done = quads_qat("quantize", checkpoints["modelopt"], tmp_path / "out", "--weights-only")
+    assert_one_line_error(done, "is quantized already; quantize the original BF16 checkpoint. It was made by quads_qat")
+
+
 def test_diff_across_dialects_is_empty(checkpoints: dict[str, Path]):
     done = quads_qat("diff", checkpoints["modelopt"], checkpoints["compressed-tensors"], "--json")
     assert done.returncode == 0, done.stderr
@@ -208,6 +214,10 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
         (("quantize", DATA, "{tmp}/a/b", "--weights-only"), "no such directory; create it first"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "foo"), "'foo' is not one of 'aligned'"),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "llm-compressor"), "use 'aligned', 'modelopt'"),
+        (
+            ("quantize", DATA, "{tmp}/out", "--weights-only", "--recipe", "llm-compressor"),
+            ", or the dialect compressed-tensors (dialect=, --dialect)",
+        ),
         (("quantize", DATA, "{tmp}/out", "--weights-only", "--exclude", "nothing.*"), "no module with weights matches"),
         (("verify", DATA, DATA), "this is no NVFP4 checkpoint"),
         (("inspect", DATA), "this is no NVFP4 checkpoint"),
@@ -239,6 +249,16 @@ def test_quantize_takes_activation_scales_and_shows_rate_and_remaining_time(
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[n].float(), t.float()) for n, t in load_file(peer / "model.safetensors").items())
     assert re.search(r"qwen3.*\d/\d+(\.\d+)? [kM]?B.*\d:\d\d:\d\d", shown.getvalue())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, typer.Abort])
+def test_an_interruption_says_how_to_continue(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("quads_qat.quantize.quantize_checkpoint", mock.Mock(side_effect=error))
+    done = quads_qat("quantize", DATA, tmp_path / "out", "--weights-only")
+    assert done.returncode == 130
+    assert done.stderr.endswith("quads-qat: interrupted; run the same command again to continue\n")
 
 
 def test_the_module_is_the_command_line():
