@@ -92,15 +92,20 @@ class Conversion:
     rules: tuple[str, ...] = ()  #: regular expressions of scale groups, the ``groups`` of ``convert``
 
 
-def conversion_of(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
+def conversion_of(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[nn.Module, Conversion]:
     """The module that ``convert`` was called on (``model`` or one inside it) and its record.
+
+    ``mode``: what the error tells to convert to.
 
     Raises:
         ValueError: nothing in ``model`` was converted, or several parts of it were, one by one.
     """
     found = [(name, module) for name, module in model.named_modules() if STATE in module.__dict__]
     if not found:
-        raise ValueError(f"{who}: this model has not been converted; call quads_qat.convert(model, mode='w4a16') first")
+        loaded = ", or load it with quads_qat.load_rollout" if mode is Mode.W4A4_RESIDUAL else ""
+        raise ValueError(
+            f"{who}: this model has not been converted; call quads_qat.convert(model, mode='{mode}') first{loaded}"
+        )
     if len(found) > 1:
         names = ", ".join(name or "(root)" for name, _ in found)
         raise ValueError(f"{who}: {names} were converted one by one; call {who} for each of them")

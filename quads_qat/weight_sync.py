@@ -121,7 +121,7 @@ def update_weights(
     >>> qq.update_weights(rollout, qq.export_weights(trainer, "modelopt")).layers  # doctest: +SKIP
     1
     """
-    root, conversion = conversion_of(rollout, "update_weights")
+    root, conversion = conversion_of(rollout, "update_weights", Mode.W4A4_RESIDUAL)
     if conversion.mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(
             f"update_weights: this model is a trainer (mode '{conversion.mode}'), whose weights load_state_dict "
