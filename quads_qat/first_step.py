@@ -228,10 +228,19 @@ def _weights(
     else:
         found = compare_received(trainer, received, activations)
     coverage = Check("coverage", True, f"both sides have the same {found.names} names")
-    if found.missing or found.unexpected:
-        lists = {"only in the trainer": found.missing, "only in the rollout": found.unexpected}
-        seen = "; ".join(f"{len(names)} {what}, like {names[0]}" for what, names in lists.items() if names)
+    lists = {
+        "are quantized in the trainer only": found.quantized_here,
+        "are quantized in the rollout only": found.quantized_there,
+        "only in the trainer": found.missing,
+        "only in the rollout": found.unexpected,
+    }
+    if seen := "; ".join(f"{len(names)} {what}, like {names[0]}" for what, names in lists.items() if names):
         way_out = "compare qq.coverage of both sides: scope, include and exclude must be the same, and a sync complete"
+        if found.quantized_here or found.quantized_there:
+            way_out = (
+                "one side has another scope, include or exclude: convert both with the same, or start the rollout from "
+                "a new export; qq.coverage lists what a side quantizes"
+            )
         coverage = Check("coverage", False, seen, way_out)
     if not found.different:
         return [coverage, Check("weights", True, f"{found.equal} tensors are equal, bit for bit{found.note}")]

@@ -15,7 +15,7 @@ from quads_qat.compare import cast_note, difference
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_weight
-from quads_qat.dialects import carries
+from quads_qat.dialects import carries, tensor_names
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_plan import module_of
@@ -32,6 +32,8 @@ class Comparison:
         names: how many both sides have.
         missing: names that only the trainer has.
         unexpected: names that only the rollout has.
+        quantized_here: weights that only the trainer quantizes: it has another scope, include or exclude.
+        quantized_there: weights that only the rollout quantizes.
         equal: how many tensors have the same bits.
         different: name -> how it differs.
         note: what "equal" leaves open: the cast of fp32 masters that are not quantized; "" without one.
@@ -40,6 +42,8 @@ class Comparison:
     names: int = 0
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    quantized_here: list[str] = field(default_factory=list)
+    quantized_there: list[str] = field(default_factory=list)
     equal: int = 0
     different: dict[str, str] = field(default_factory=dict)
     note: str = ""
@@ -72,11 +76,11 @@ def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
         if name in theirs.weights:
             found.add(name, _packed_difference(other, theirs, name, q))
         elif name in there:
-            found.add(name, "quantized in the trainer, not in the rollout")
+            found.quantized_here.append(name)
     for name, (tensor, dtype) in rest.items():
         value = whole(tensor.detach()).to(dtype)
         if name in theirs.weights:
-            found.add(name, "quantized in the rollout, not in the trainer")
+            found.quantized_there.append(name)
         elif name in there:
             found.add(name, difference(live[name].detach(), value.to(live[name].dtype)))
     return found
@@ -140,7 +144,26 @@ def compare_received(
             found.add(name, None if there == _digest(tensor) else "its digest differs")
         elif there is not None:
             found.add(name, difference(there, tensor))
+    _sort_out_scopes(found, dialect)
     return found
+
+
+def _sort_out_scopes(found: Comparison, dialect: Dialect) -> None:
+    """Weights that are packed on one side only: their scales are missing on the other, as is or differs the weight."""
+    endings = {".weight_scale": ".weight"} | (
+        {"_weight_scale": ""} if dialect is Dialect.MODELOPT else {}
+    )  # 3-D stacks
+    for packed, plain, into in (
+        (found.missing, found.unexpected, found.quantized_here),
+        (found.unexpected, found.missing, found.quantized_there),
+    ):
+        for name in [n.removesuffix(end) + own for n in packed for end, own in endings.items() if n.endswith(end)]:
+            parts = {*tensor_names(name, dialect).weight} - {name}
+            if parts <= {*packed} and (name in found.different or name in plain):
+                into.append(name)
+                found.different.pop(name, None)
+                packed[:] = [n for n in packed if n not in parts]
+                plain[:] = [n for n in plain if n != name]
 
 
 def _dialect_of(

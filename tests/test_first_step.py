@@ -144,10 +144,30 @@ def test_other_scale_groups_are_named():
     assert "rules of scale groups" in found(check(rollout=rollout, logp_rollout=None), "contract")
 
 
-def test_another_scope_is_named():
-    report = check(rollout=_rollout(scope="experts"), logp_rollout=None)
-    assert report.failed == ["weights"]  # the names are the same, the tensors are not
-    assert "quantized in the trainer, not in the rollout" in found(report, "weights")
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+def test_another_scope_is_named(side: str):
+    other = {"trainer": {"trainer": _trainer(scope="experts")}, "rollout": {"rollout": _rollout(scope="experts")}}[side]
+    report = check(**other, logp_rollout=None)
+    where = {"trainer": "rollout", "rollout": "trainer"}[side]
+    first = "model.layers.0.self_attn.q_proj.weight"
+    assert report.failed == ["coverage"]  # what both quantize is equal
+    assert f"16 are quantized in the {where} only, like {first}" in found(report, "coverage")
+    assert "another scope, include or exclude" in found(report, "coverage")
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("what", ["pairs", "digests"])
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+def test_another_scope_of_an_engine_is_named(side: str, what: str, dialect: str):
+    trainer, sent = _trainer(), _trainer(scope="experts")
+    if side == "trainer":
+        trainer, sent = sent, trainer
+    stream = qq.export_weights(sent, dialect)
+    report = qq.check_first_step(trainer, received=list(stream) if what == "pairs" else qq.weight_digests(stream))
+    where = {"trainer": "rollout", "rollout": "trainer"}[side]
+    assert report.failed == ["coverage"]
+    assert f"16 are quantized in the {where} only, like model.layers.0.self_attn." in found(report, "coverage")
+    assert "another scope, include or exclude" in found(report, "coverage")
 
 
 def test_other_names_are_named():
