@@ -126,6 +126,33 @@ def _refused_save_pretrained(*args: Any, **kwargs: Any) -> None:
     )
 
 
+_WRAPPERS = ("base_layer", "original_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def require_same_modules(root: nn.Module, conversion: Conversion, who: str) -> None:
+    """Raise ValueError if modules of a trainer were moved, copied or replaced since ``convert``.
+
+    Scales are those of the modules that were converted under these names: others would be exported with foreign ones.
+    """
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        return  # packed modules hold their scales
+    for weight in conversion.weights.values():
+        converted = next(module for module, _, full in conversion.groups[weight.group].members if full == weight.name)
+        try:
+            found = root.get_submodule(weight.module)
+            while wrapper := next((name for name in _WRAPPERS if name in found._modules), None):
+                found = found._modules[wrapper]
+                assert found is not None
+        except AttributeError:
+            found = None
+        if found is not converted:
+            raise ValueError(
+                f"{who}: {weight.module or 'the model'} is not the module that was converted under this name; layers "
+                "were moved, copied, replaced or removed since. Change a model first, then convert it; revert "
+                "before the change gives the plain model back"
+            )
+
+
 def require_unwrapped(root: nn.Module, who: str) -> None:
     """Raise ValueError if adapters wrap modules of a converted model, whose names and weights then are other ones."""
     way_out = (

@@ -28,6 +28,7 @@ from quads_qat.conversion import (
     conversion_of,
     full_name,
     refuse_save_pretrained,
+    require_same_modules,
     require_unwrapped,
     select,
 )
@@ -433,13 +434,13 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         RuntimeError: in a checkpointed forward under grad, whose recompute would be quantized.
         ValueError: a rollout model has no master weights.
     """
-    _, conversion = conversion_of(model, "full_precision")
+    root, conversion = conversion_of(model, "full_precision")
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError("full_precision: a rollout model holds packed weights only")
-    switch = conversion.full_precision
-    before = switch.active, switch.entered_with_grad
-    switch.active, switch.entered_with_grad = True, torch.is_grad_enabled()
+    require_same_modules(root, conversion, "full_precision")
+    switch, with_grad = conversion.full_precision, torch.is_grad_enabled()
+    switch.active, switch.entered_with_grad = switch.active + 1, switch.entered_with_grad + with_grad
     try:
         yield
     finally:
-        switch.active, switch.entered_with_grad = before
+        switch.active, switch.entered_with_grad = switch.active - 1, switch.entered_with_grad - with_grad

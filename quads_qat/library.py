@@ -31,19 +31,23 @@ def define(name: str, function: Callable[..., Any], fake: Callable[..., Any]) ->
     ``torch.library.custom_op`` would do, but adds some 20 us of Python to every call, as much as a launch.
     """
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, _where_its_tensors_are(function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _undisturbed(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quads_qat::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.quads_qat, name).default
 
 
-def _where_its_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the GPU of its first argument as the current one: Triton launches on whichever is current.
+def _undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the GPU of its first argument as the current one, and without autocast.
 
-    Layers lie on several GPUs of one process (``device_map="auto"``), or trainer and rollout do.
+    Triton launches on whichever GPU is current; layers lie on several of one process (``device_map="auto"``), or
+    trainer and rollout do. Autocast to another 16-bit dtype than the tensors' refuses some of what is inside.
     """
 
     def call(first: Tensor | list[Tensor], *args: Any, **kwargs: Any) -> Any:
         x = first[0] if isinstance(first, list | tuple) else first
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return call(first, *args, **kwargs)
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
                 return function(first, *args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +27,24 @@ class ActivationObserver:
     Attributes:
         name: the activation group, e.g. ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}``.
         amax: float32 [], None before the first observation.
-        enabled: set by ``observe_activations``.
+        enabled: in how many contexts of ``observe_activations`` it is.
     """
 
     name: str
     amax: Tensor | None = None
-    enabled: bool = False
+    enabled: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"enabled": 0}  # a copy is in no context
 
     def update(self, x: Tensor) -> None:
         """Fold the amax of x [..., K] in. Seeing a batch twice (a recompute) changes nothing."""
         if x.numel() == 0:
             return
         seen = ops.amax(x.detach()).float()
+        if seen.is_inference():
+            with torch.inference_mode(False):  # training may use it
+                seen = seen.clone()
         self.amax = seen if self.amax is None else torch.maximum(self.amax.to(seen.device), seen)
 
 
@@ -45,9 +52,12 @@ class ActivationObserver:
 class FullPrecision:
     """Switch of ``full_precision``: shared by all converted modules of a model."""
 
-    active: bool = False
-    entered_with_grad: bool = False
+    active: int = 0  #: contexts that are open: they may overlap, in threads or generators
+    entered_with_grad: int = 0  #: of these, opened while gradients were on
     delayed: bool = False  #: until ``Schedule.start_step``; ``step`` alone changes it, so a recompute sees the same
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"active": 0, "entered_with_grad": 0}  # a copy is in no context
 
     def on(self) -> bool:
         """Whether to skip fake quantization now.
@@ -62,7 +72,7 @@ class FullPrecision:
                 "full_precision: a checkpointed forward would be recomputed with fake quantization on in backward; "
                 "evaluate under torch.no_grad() and model.eval(), or turn activation checkpointing off"
             )
-        return self.active
+        return self.active > 0
 
 
 def _inside_checkpoint() -> bool:
@@ -81,6 +91,9 @@ class CodeCache:
     active: bool = False
     debug: bool = False
     entries: dict[tuple[int, str], tuple[NVFP4Tensor, int]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"active": False, "debug": False, "entries": {}}  # a copy is in no block
 
     def codes(self, module: nn.Module, parameter: str, group: ScaleGroup, fmt: WeightFormat) -> NVFP4Tensor | None:
         """Codes of a parameter, made at its first use; None outside ``accumulate``, or if an adapter changes its scale.

@@ -129,7 +129,9 @@ def quantize(
     recipe = Recipe(recipe)
     _check_quantize("quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     resolved = _resolve(backend, x)
-    qdata, block_scale, p, stored = library.quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved)
+    qdata, block_scale, p, stored = library.quantize(
+        x.detach(), *_plain(per_tensor_scale, tensor_amax), recipe.value, resolved
+    )
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored if recipe in library.STORED_APART else p)
 
 
@@ -145,6 +147,11 @@ def _check_quantize(
     checks.check_scales(who, x, per_tensor_scale, tensor_amax, recipe)
     if check_finite or (check_finite is None and checks.can_look(x)):
         checks.require_finite(who, x)
+
+
+def _plain(*scales: Tensor | None) -> list[Tensor | None]:
+    """Without gradients: a scale has none."""
+    return [None if scale is None else scale.detach() for scale in scales]
 
 
 def quantize_swizzled(
@@ -174,7 +181,7 @@ def quantize_swizzled(
             f"quantize_swizzled: x must be [..., N, K], since tiles span rows, got {tuple(x.shape)}; use x[None]"
         )
     resolved = _resolve(backend, x)
-    return library.quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, resolved, True)[:3]
+    return library.quantize(x.detach(), *_plain(per_tensor_scale, tensor_amax), recipe.value, resolved, True)[:3]
 
 
 def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16, *, backend: Backend | str = Backend.AUTO) -> Tensor:
@@ -212,7 +219,8 @@ def fake_quantize(
     _check_quantize("fake_quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     checks.check_output_dtype("fake_quantize", dtype or x.dtype)
     resolved = _resolve(backend, x)
-    values = library.fake_quantize(x.detach(), per_tensor_scale, tensor_amax, recipe.value, dtype or x.dtype, resolved)
+    scales = _plain(per_tensor_scale, tensor_amax)
+    values = library.fake_quantize(x.detach(), *scales, recipe.value, dtype or x.dtype, resolved)
     return _NoGradient.apply(x, values) if x.requires_grad and torch.is_grad_enabled() else values  # pyright: ignore[reportReturnType]
 
 

@@ -35,9 +35,11 @@ class SyncState:
 
     Attributes:
         broken: why they do not (a weight sync that failed half-way); "" while they do.
+        running: whether a sync is under way.
     """
 
     broken: str = ""
+    running: bool = False
 
     def require_whole(self) -> None:
         """Raise RuntimeError in a rollout that mixes old and new weights."""

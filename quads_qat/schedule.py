@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, sharding
 from quads_qat.config import Mode, WeightFormat, WeightScale
-from quads_qat.conversion import Conversion, Weight, conversion_of
+from quads_qat.conversion import Conversion, Weight, conversion_of, require_same_modules
 from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.scale_groups import ScaleGroup
 
@@ -84,6 +84,7 @@ def _trainer(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
     root, conversion = conversion_of(model, who)
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError(f"{who}: this is a rollout model, which does not train; call it with the trainer")
+    require_same_modules(root, conversion, who)
     return root, conversion
 
 

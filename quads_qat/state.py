@@ -33,14 +33,13 @@ def observe_activations(model: nn.Module) -> Iterator[None]:
     _, conversion = conversion_of(model, "observe_activations")
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError("observe_activations: a rollout model does not observe; observe in the trainer, or calibrate")
-    before = [observer.enabled for observer in conversion.observers.values()]
     for observer in conversion.observers.values():
-        observer.enabled = True
+        observer.enabled += 1
     try:
         yield
     finally:
-        for observer, enabled in zip(conversion.observers.values(), before, strict=True):
-            observer.enabled = enabled
+        for observer in conversion.observers.values():
+            observer.enabled -= 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for observer in conversion.observers.values():  # the same order on every rank; unseen counts as 0
             device = next(model.parameters()).device

@@ -131,12 +131,18 @@ def update_weights(
     if contract is not None:
         mine = Contract.of_conversion(conversion)
         mine.require_same(given_contract(contract, "update_weights"), "update_weights")
+    if conversion.sync.running:
+        raise RuntimeError(
+            "update_weights: another sync of this rollout is under way (in a thread, or in the generator that this one "
+            "reads); let it finish first"
+        )
     plan = sync_plan(root, conversion)
     if metadata is not None:
         expected = _checked_metadata(Ledger(root, conversion, plan), metadata, strict)
     stream = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     state, before = conversion.sync, conversion.sync.broken
     state.broken = "the weights of this rollout are being synced; wait until update_weights returns"
+    state.running = True
     try:
         sync = _Sync(root, conversion, plan)
         for item in stream:
@@ -151,6 +157,8 @@ def update_weights(
             "different ages; send all weights again with quads_qat.update_weights"
         )
         raise
+    finally:
+        state.running = False
     state.broken = before if report.missing else ""
     return report
 
@@ -188,9 +196,20 @@ def _require_complete(missing: list[str], unexpected: list[str], what: str) -> N
     ]
     if found:
         raise ValueError(
-            f"update_weights: {what} must name every weight once and nothing else: {'; '.join(found)}; send the whole "
-            "model, or pass strict=False"
+            f"update_weights: {what} must name every weight once and nothing else: {'; '.join(found)}; "
+            f"{_way_out(missing, unexpected)}"
         )
+
+
+def _way_out(missing: list[str], unexpected: list[str]) -> str:
+    if any(name.startswith("base_model.model.") or ".lora_" in name for name in unexpected):
+        return (
+            "these are the names of a model with adapters; merge first: `with quads_qat.integrations.peft.merged(model) "
+            "as plain:` sync export_weights(plain)"
+        )
+    if missing:
+        return "send the whole model, or pass strict=False"
+    return "drop what the rollout has no place for, or pass strict=False, which ignores it"
 
 
 # ------------------------------------------------------------------------------------------------------------- the sync

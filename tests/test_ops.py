@@ -416,8 +416,9 @@ def test_operators_run_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
-    call = library._where_its_tensors_are(lambda first, *args, **kwargs: (first, args, kwargs, list(entered)))
+    call = library._undisturbed(lambda first, *args, **kwargs: (first, args, kwargs, list(entered)))
     inside = [] if current == 1 else [x.device]
     assert call(x, 2, three=3) == (x, (2,), {"three": 3}, inside)
     assert call([x]) == ([x], (), {}, inside + (["left", x.device] if inside else []))

@@ -108,7 +108,7 @@ def amax(tensors: list[Tensor], dim: tuple[int, ...] | None) -> Tensor:
     Returns:
         the tensors' dtype.
     """
-    if dim in ((-1,), (tensors[0].ndim - 1,)) and tensors[0].ndim > 1:
+    if dim == (-1,):
         return _row_amax(tensors)
     dtype, device = tensors[0].dtype, tensors[0].device
     groups = 1 if dim is None else tensors[0].shape[0]

@@ -54,6 +54,10 @@ def blocks_of(x: Tensor, scale: Tensor | None) -> Blocks:
     k = x.shape[-1]
     rows = x.numel() // k if k else 0
     groups = 1 if scale is None or scale.ndim == 0 else scale.numel()
+    if groups and rows % groups:
+        raise ValueError(
+            f"{groups} per-tensor scales for {rows} rows; give one, one for each expert, or one for each row"
+        )
     rows_per_group = rows // groups if groups else 0
     blocks = rows_per_group * (k // BLOCK_SIZE)
     if x.data_ptr() % 16:  # pairs and vectors want aligned rows; only odd slices of a tensor are not

@@ -1,0 +1,187 @@
+"""Contract under test: a converted model that is copied, moved or used twice at once is right or refused."""
+
+import copy
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from bits import assert_same_bits
+from small_modules import fill, linears
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+import quads_qat as qq
+from quads_qat import library, ops, reference
+
+X = torch.eye(32)
+
+
+def trainer() -> nn.Module:
+    return qq.convert(fill(linears("layers.0.q_proj", "layers.1.q_proj")), "w4a16")
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+
+
+def swapped(model: nn.Module) -> None:
+    layers = model.layers._modules
+    layers["0"], layers["1"] = layers["1"], layers["0"]
+
+
+def copied_over(model: nn.Module) -> None:
+    model.layers._modules["0"] = copy.deepcopy(model.layers._modules["1"])
+
+
+def of_another_model(model: nn.Module) -> None:
+    model.layers._modules["0"] = trainer().layers._modules["0"]
+
+
+def plain(model: nn.Module) -> None:
+    model.layers._modules["0"].q_proj = nn.Linear(32, 32)
+
+
+def removed(model: nn.Module) -> None:
+    del model.layers._modules["0"]
+
+
+@pytest.mark.parametrize("change", [swapped, copied_over, of_another_model, plain, removed])
+def test_modules_that_are_not_those_converted_are_refused(change: Callable[[nn.Module], None]):
+    model = trainer()
+    list(qq.export_weights(model, "modelopt"))
+    change(model)
+    message = r"layers\.0\.q_proj is not the module that was converted under this name"
+    with pytest.raises(ValueError, match=f"^export_weights: {message}"):
+        list(qq.export_weights(model, "modelopt"))
+    with pytest.raises(ValueError, match=f"^step: {message}"):
+        qq.step(model)
+    with pytest.raises(ValueError, match=f"^full_precision: {message}"), qq.full_precision(model):
+        pass
+
+
+def test_overlapping_blocks_of_full_precision_and_observation_end_with_the_last():
+    model = trainer()
+    quantized, master = model.layers._modules["0"].q_proj, model.layers._modules["0"].q_proj.weight
+    wanted = quantized(X)
+    a, b = qq.full_precision(model), qq.full_precision(model)
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    assert_same_bits(quantized(X), nn.functional.linear(X, master))
+    b.__exit__(None, None, None)
+    assert_same_bits(quantized(X), wanted)
+    a, b = qq.observe_activations(model), qq.observe_activations(model)
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    quantized(X)
+    b.__exit__(None, None, None)
+    quantized(100 * X)
+    assert quantized.observer.amax == 1
+
+
+@COPIES
+def test_a_copy_made_inside_a_context_is_outside_of_it(copied: Callable[[nn.Module], nn.Module]):
+    model = trainer()
+    wanted = model.layers._modules["0"].q_proj(X)
+    with qq.full_precision(model), qq.observe_activations(model):
+        inside = copied(model).layers._modules["0"].q_proj
+    assert_same_bits(inside(100 * X), 100 * wanted)
+    assert inside.observer.amax is None
+    with qq.accumulate(model):
+        model.layers._modules["0"].q_proj(X)
+        copy_of = copied(model)
+    with torch.no_grad():
+        copy_of.layers._modules["0"].q_proj.weight.mul_(2)
+    assert_same_bits(copy_of.layers._modules["0"].q_proj(X), 2 * wanted)
+    with qq.accumulate(copy_of):
+        assert_same_bits(copy_of.layers._modules["0"].q_proj(X), 2 * wanted)
+
+
+def test_a_weight_sync_inside_another_is_refused():
+    rollout = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual")
+    weights = [
+        list(qq.export_weights(qq.convert(tiny_model("qwen3_moe", seed=s), "w4a16"), "modelopt")) for s in (1, 2)
+    ]
+
+    def stream():
+        for i, item in enumerate(weights[0]):
+            if i == 9:
+                qq.update_weights(rollout, weights[1])
+            yield item
+
+    with pytest.raises(RuntimeError, match="another sync of this rollout is under way"):
+        qq.update_weights(rollout, stream())
+    with pytest.raises(RuntimeError, match="send all weights again"):
+        rollout(torch.arange(3, 9)[None])
+    qq.update_weights(rollout, weights[1])
+    fresh = qq.convert(tiny_model("qwen3_moe", seed=2), "w4a4_residual").state_dict()
+    for name, tensor in rollout.state_dict().items():
+        assert_same_bits(tensor, fresh[name], name)
+
+
+def test_an_observation_under_inference_mode_serves_training():
+    model = qq.convert(fill(linears("q_proj")), "w4a4", activation_scale="static")
+    with torch.inference_mode(), qq.observe_activations(model):
+        model.q_proj(X)
+    model.q_proj(X.clone().requires_grad_()).sum().backward()
+    assert model.q_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_to_the_other_16_bit_dtype(dtype: torch.dtype, other: torch.dtype):
+    x = torch.randn(4, 32).to(dtype)
+    wanted = ops.fake_quantize(x), ops.amax(x, x * 2), ops.quantize_activation(x)[0]
+    with torch.autocast("cpu", dtype=other):
+        found = ops.fake_quantize(x), ops.amax(x, x * 2), ops.quantize_activation(x)[0]
+    for a, b in zip(found, wanted, strict=True):
+        assert_same_bits(a, b)
+    model = qq.convert(fill(linears("q_proj")).to(dtype), "w4a16")
+    with torch.autocast("cpu", dtype=other):
+        model.q_proj(x).sum().backward()
+    assert model.q_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("function", [ops.quantize, ops.fake_quantize, ops.quantize_swizzled])
+@pytest.mark.parametrize("scale", ["per_tensor_scale", "tensor_amax"])
+def test_a_scale_that_wants_a_gradient_gets_none(function: Callable[..., object], scale: str):
+    result = function(torch.ones(2, 32), **{scale: torch.tensor(1.0, requires_grad=True)})
+    tensors = result if isinstance(result, tuple) else [result]
+    tensors = [t for r in tensors for t in ([r] if isinstance(r, Tensor) else [r.qdata, r.per_tensor_scale])]
+    assert not any(t.requires_grad for t in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((32,), (-1,)), ((48,), (0,)), ((3, 32), (1,)), ((3, 32), (-1,)), ((2, 3, 32), (1, 2))]
+)
+def test_the_shape_of_an_amax_is_the_reference_s(shape: tuple[int, ...], dim: tuple[int, ...]):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    on = x.cuda() if torch.cuda.is_available() else x
+    found = library.amax([on, on * 2], list(dim), "triton").cpu()
+    assert_same_bits(found, reference.amax(x, x * 2, dim=dim))
+
+
+@pytest.mark.gpu
+def test_activations_of_one_row():
+    x = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    wanted, _ = ops.quantize_activation(x, residual=qq.ResidualConfig(scope="token"))
+    on = x.cuda() if torch.cuda.is_available() else x
+    found, _ = ops.quantize_activation(on, residual=qq.ResidualConfig(scope="token"), backend="triton")
+    assert_same_bits(found.cpu(), wanted)
+
+
+def test_scales_that_do_not_divide_the_rows_are_refused():
+    pytest.importorskip("triton", reason="Triton has no build for this platform")
+    from quads_qat.kernels.launch import blocks_of
+
+    with pytest.raises(ValueError, match=re.escape("32 per-tensor scales for 1 rows")):
+        blocks_of(torch.ones(32), torch.ones(32))
