@@ -15,7 +15,8 @@ them beside the weights, and everything that reads a checkpoint reads them first
                   "residual": {"fraction": 0.5, "scope": "token", "norm": "l2", "granularity": 1}}
     }
 
-``rollout`` is null unless the export was told what rollouts do.
+``rollout`` is null unless the export was told what rollouts do. ``"weight_scale": "frozen"`` or ``"ema"`` is there if
+the trainer holds its scales: weights in high precision do not tell them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from quads_qat.checkpoint_io import read_json
-from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope, WeightScale
 from quads_qat.conversion import Conversion, conversion_of
 from quads_qat.scale_groups import FUSED_LINEARS
 
@@ -59,6 +60,7 @@ class Contract:
         rules: the ``groups`` given to ``convert``: regular expressions.
         activations: where the activation scales in the file are from: ``none`` (there are none), ``observed`` or
             ``given``.
+        weight_scale: what the trainer makes scales from. Those that it holds (frozen, ema) are in packed tensors only.
         rollout: what rollouts do with activations; None leaves it to them.
     """
 
@@ -68,6 +70,7 @@ class Contract:
     fused: tuple[tuple[str, ...], ...] = FUSED_LINEARS
     rules: tuple[str, ...] = ()
     activations: str = "none"
+    weight_scale: WeightScale = WeightScale.DYNAMIC
     rollout: RolloutPolicy | None = None
 
     @classmethod
@@ -79,12 +82,16 @@ class Contract:
             rollout = RolloutPolicy(
                 activation=conversion.activation, residual=conversion.residual or ResidualConfig(fraction=0)
             )
+        weight_scale = conversion.schedule.weight_scale
+        if weight_scale is WeightScale.DYNAMIC and any(g.held is not None for g in conversion.groups.values()):
+            weight_scale = WeightScale.FROZEN  # of a loaded state; nothing moves them
         return cls(
             recipe=conversion.recipe,
             scope=conversion.scope,
             trainer=conversion.mode,
             rules=conversion.rules,
             activations=activations,
+            weight_scale=weight_scale,
             rollout=rollout,
         )
 
@@ -98,6 +105,7 @@ class Contract:
                 "activation_recipe": self.rollout.activation.recipe.value,
                 "residual": residual,
             }
+        held = {} if self.weight_scale is WeightScale.DYNAMIC else {"weight_scale": self.weight_scale.value}
         return {
             "version": VERSION,
             "recipe": self.recipe.value,
@@ -105,6 +113,7 @@ class Contract:
             "trainer": self.trainer.value,
             "scale_groups": {"fused": [list(names) for names in self.fused], "rules": list(self.rules)},
             "activations": self.activations,
+            **held,
             "rollout": rollout,
         }
 
@@ -123,7 +132,7 @@ class Contract:
             raise ValueError(
                 f"{where} has version {version}, this quads_qat reads up to {VERSION}; install a newer quads_qat"
             )
-        known = {"version", "recipe", "scope", "trainer", "scale_groups", "activations", "rollout"}
+        known = {"version", "recipe", "scope", "trainer", "scale_groups", "activations", "weight_scale", "rollout"}
         _refuse_unknown(entry, known, where)
         if "recipe" not in entry:
             raise ValueError(f"{where} names no recipe; config.json was changed")
@@ -142,6 +151,7 @@ class Contract:
             fused=tuple(_names(names, f"{where}.scale_groups.fused") for names in fused),
             rules=_names(groups.get("rules", []), f"{where}.scale_groups.rules"),
             activations=activations,
+            weight_scale=_choice(WeightScale, entry.get("weight_scale", "dynamic"), f"{where}.weight_scale"),
             rollout=_rollout(entry.get("rollout"), f"{where}.rollout"),
         )
 

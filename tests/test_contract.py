@@ -1,5 +1,6 @@
 """Contract under test: what trainer, file and rollout agree on is in the file; a reader refuses what does not fit."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
 from quads_qat.compare import inspect_checkpoint
-from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope
+from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope, WeightScale
 from quads_qat.contract import VERSION, Contract, RolloutPolicy, contract_of
 from quads_qat.demo import DATA
 from quads_qat.residual import ResidualCompensatedLinear
@@ -47,6 +48,7 @@ contracts = st.builds(
     fused=st.lists(st.lists(words).map(tuple), max_size=3).map(tuple),
     rules=st.lists(words, max_size=3).map(tuple),
     activations=st.sampled_from(["none", "observed", "given"]),
+    weight_scale=st.sampled_from(WeightScale),
     rollout=st.none() | policies,
 )
 
@@ -107,6 +109,23 @@ def test_every_way_to_write_a_checkpoint_writes_it(exported: Path, tmp_path: Pat
         contract_of(SOURCE)
     with pytest.raises(ValueError, match="static' needs activation scales in the file, and activations='none'"):
         qq.export_checkpoint(trainer(), tmp_path / "x", dialect="modelopt", activation_scale="static")
+
+
+def test_held_scales_are_recorded(tmp_path: Path) -> None:
+    model = copy.deepcopy(trainer())
+    assert "weight_scale" not in contract_of(model).to_json()  # which versions without it read
+    revert = qq.revert(model)
+    model = qq.convert(revert, "w4a16", schedule=qq.Schedule(weight_scale="ema"))
+    qq.step(model)
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    assert config(tmp_path / "out")["quads_qat"]["weight_scale"] == "ema"
+    assert contract_of(tmp_path / "out").weight_scale is WeightScale.EMA
+    assert qq.verify(model, tmp_path / "out").ok
+    qq.load_rollout(tmp_path / "out", contract=contract_of(model))
+    state = qq.quant_state_dict(model)
+    other = copy.deepcopy(trainer())
+    qq.load_quant_state_dict(other, state)
+    assert contract_of(other).weight_scale is WeightScale.FROZEN  # held, and this schedule does not move it
 
 
 def settings(path: Path, **options: Any) -> tuple[Any, Any]:
@@ -190,6 +209,7 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fused": (lambda e: e | {"scale_groups": {"fused": [1]}}, "scale_groups.fused must hold lists of strings"),
     "fused of a number": (lambda e: e | {"scale_groups": {"fused": 1}}, "must be a list of lists of names, got 1"),
     "rules": (lambda e: e | {"scale_groups": {"rules": "x"}}, "scale_groups.rules must hold lists of strings, got 'x'"),
+    "weight scale": (lambda e: e | {"weight_scale": "x"}, "quads_qat.weight_scale: WeightScale: unknown value 'x'"),
     "activations": (lambda e: e | {"activations": "many"}, "activations must be one of none, observed, given"),
     "rollout": (lambda e: e | {"rollout": 3}, "rollout must be a JSON object, got 3"),
     "fraction": (
