@@ -33,10 +33,11 @@ from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,
     export_metadata,
-    export_weights,
     own_scales,
     prepare,
     rank,
+    warn_before_start,
+    weights_of,
 )
 
 
@@ -73,6 +74,7 @@ def export_checkpoint(
             half-written stays.
     """
     root, conversion, dialect = prepare(model, dialect, "export_checkpoint")
+    warn_before_start(conversion, "export_checkpoint")
     contract = contract_of_export(conversion, activations, residual, activation_scale)
     config = _config_of(root, source, next(iter(conversion.weights.values())).format.export_dtype)
     metadata = export_metadata(model, dialect, activations=activations)
@@ -80,7 +82,7 @@ def export_checkpoint(
     quantized = _tensor_names(plan, dialect)
     rest = {name: len(shape) for name, _, shape in metadata if name not in quantized}
     checkpoint_io.require_free(Path(path))  # on all ranks, before they depend on each other
-    stream = export_weights(model, dialect, activations=activations, ranks=0)
+    stream = weights_of(root, conversion, dialect, activations, ranks=0)
     if rank() != 0:
         with _together(root):
             next(stream, None)

@@ -56,6 +56,14 @@ def export_weights(
     root, conversion, dialect = prepare(model, dialect, "export_weights")
     if group_by != "layer":
         raise ValueError(f"export_weights: group_by must be 'layer', got {group_by!r}")
+    warn_before_start(conversion, "export_weights")
+    return weights_of(root, conversion, dialect, activations, ranks)
+
+
+def weights_of(
+    root: nn.Module, conversion: Conversion, dialect: Dialect, activations: ActivationScales, ranks: str | int
+) -> Iterator[tuple[str, Tensor]]:
+    """:func:`export_weights` of what :func:`prepare` found."""
     plan = export_plan(root, conversion, dialect)
     scales = input_scales(plan, conversion, dialect, activations)
     if ranks != "all" and not isinstance(ranks, int):
@@ -126,18 +134,22 @@ def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Modu
             f"{who}: a rollout model holds packed weights only; export the trainer model that it came from"
         )
     dialects.check_recipe(conversion.recipe, dialect)
-    if conversion.full_precision.delayed:
-        warnings.warn(
-            f"{who}: fake quantization starts at step {conversion.schedule.start_step} of the schedule; until then the "
-            "trainer multiplies by its master weights, and this gives quantized ones",
-            stacklevel=3,
-        )
     require_unwrapped(root, who)
     _refuse_two_names(root, conversion, who)
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{who}: {name} is on the meta device and has no values; load the weights first")
     return root, conversion, dialect
+
+
+def warn_before_start(conversion: Conversion, who: str) -> None:
+    """Warn the caller of ``who`` if forwards do not quantize yet."""
+    if conversion.full_precision.delayed:
+        warnings.warn(
+            f"{who}: fake quantization starts at step {conversion.schedule.start_step} of the schedule; until then the "
+            "trainer multiplies by its master weights, and this gives quantized ones",
+            stacklevel=3,
+        )
 
 
 def _refuse_two_names(root: nn.Module, conversion: Conversion, who: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -233,8 +234,19 @@ def test_a_weight_that_changes_inside_the_block_is_found_in_debug_mode():
         qq.step(model)
 
 
+def test_a_checkpoint_before_the_start_warns_its_caller_once(tmp_path: Path):
+    model = qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=qq.Schedule(start_step=3))
+    with pytest.warns(UserWarning, match="export_checkpoint: fake quantization starts at step 3") as said:
+        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    starts = [warning for warning in said if "starts at step 3" in str(warning.message)]
+    assert [warning.filename for warning in starts] == [__file__]
+
+
 def test_an_export_before_the_start_warns_and_a_report_prints_in_a_line():
     model = mlp(schedule=qq.Schedule(start_step=3))
     with pytest.warns(UserWarning, match="export_weights: fake quantization starts at step 3"):
         list(qq.export_weights(model, "modelopt"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qq.export_metadata(model, "modelopt")  # is for before a run
     assert "0.weight" not in repr(qq.step(model, track_codes=True))
