@@ -25,8 +25,8 @@ def qwen3_moe(layers: int, experts: int, hidden: int, seed: int) -> nn.Module:
         num_experts_per_tok=min(8, experts),
         hidden_size=hidden,
         moe_intermediate_size=hidden * 3 // 8,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 512,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 512),
         head_dim=128,  # pyright: ignore[reportCallIssue]  the config does take it
         vocab_size=8192,
     )

@@ -37,7 +37,7 @@ def test_a_peer_with_other_bytes_gets_no_time(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sync_with_other_bytes_gets_no_time(monkeypatch: pytest.MonkeyPatch):
-    rows = weight_sync.weight_sync(layers=1, experts=2, hidden=512, rounds=1).rows
+    rows = weight_sync.weight_sync(layers=1, experts=2, hidden=256, rounds=1).rows
     assert len(rows) == 8
     assert all(row.seconds and row.note.endswith(" s/GB") for row in rows)
     monkeypatch.setattr(weight_sync, "differing_bytes", lambda rollout, expected: 3)
