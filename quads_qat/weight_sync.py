@@ -204,8 +204,8 @@ def _require_complete(missing: list[str], unexpected: list[str], what: str) -> N
 def _way_out(missing: list[str], unexpected: list[str]) -> str:
     if any(name.startswith("base_model.model.") or ".lora_" in name for name in unexpected):
         return (
-            "these are the names of a model with adapters; merge first: `with quads_qat.integrations.peft.merged(model) "
-            "as plain:` sync export_weights(plain)"
+            "these are names of a model with adapters; merge first: `with quads_qat.integrations.peft.merged(model) as "
+            "plain:` sync export_weights(plain)"
         )
     if missing:
         return "send the whole model, or pass strict=False"

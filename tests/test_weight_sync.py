@@ -475,7 +475,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"k_proj\.weight must be torch\.uint8 \[32, 32\], got torch\.uint8 \[64, 32\]",
     ),
     "duplicates": (lambda: packed()[:3] * 2, r"update_weights: .*\.weight came twice; send each tensor once"),
-    "an unknown name": (lambda: [*packed(), ("x", torch.ones(1))], "1 unexpected, namely x; send the whole model, or"),
+    "an unknown name": (
+        lambda: [*packed(), ("x", torch.ones(1))],
+        "1 unexpected, namely x; drop what the rollout has no",
+    ),
+    "adapters": (
+        lambda: [(f"base_model.model.{name}", tensor) for name, tensor in trainer().state_dict().items()],
+        r"merge first: `with quads_qat\.integrations\.peft\.merged\(model\) as plain",
+    ),
     "no bias": (lambda: [*packed(), (f"{Q}.bias", torch.ones(64))], r"1 unexpected, namely .*q_proj\.bias"),
     "a missing member": (
         lambda: [(n, t) for n, t in FORMS["the model's names"](trainer()) if "layers.0.self_attn.v_proj" not in n],
