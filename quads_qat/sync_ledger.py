@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quads_qat import dialects
 from quads_qat.checkpoint_plan import DiskWeight
-from quads_qat.config import Dialect
+from quads_qat.config import Dialect, WeightScale
 from quads_qat.conversion import Conversion, Weight
 from quads_qat.sync_plan import PackedTarget, SyncPlan, Target
 
@@ -19,8 +19,10 @@ _PACKED, _HIGH_PRECISION = "packed", "in high precision"
 class Ledger:
     """Which tensors have come, by name, dtype and shape alone: the same rules for a rehearsal and for the sync."""
 
-    def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan) -> None:
-        self.conversion, self.plan = conversion, plan
+    def __init__(
+        self, root: nn.Module, conversion: Conversion, plan: SyncPlan, weight_scale: WeightScale = WeightScale.DYNAMIC
+    ) -> None:
+        self.conversion, self.plan, self.weight_scale = conversion, plan, weight_scale
         with conversion.sync.readable():
             self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
         self.seen: set[str] = set()
@@ -95,6 +97,12 @@ class Ledger:
         self.filled[target.parameter] = filled + target.elements
 
     def _enter_form(self, name: str, weight: Weight, form: str) -> None:
+        if form == _HIGH_PRECISION and self.weight_scale is not WeightScale.DYNAMIC:
+            raise ValueError(
+                f"update_weights: {name} is {form}, and the contract says that the trainer's scales are held "
+                f"({self.weight_scale}), which such tensors do not tell; send packed tensors: "
+                "quads_qat.export_weights(trainer), or export_checkpoint and its files"
+            )
         if self.forms.setdefault(weight.group, form) != form:
             raise ValueError(
                 f"update_weights: {name} is {form}, but other weights of its scale group {weight.group} came "

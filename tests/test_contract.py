@@ -128,6 +128,29 @@ def test_held_scales_are_recorded(tmp_path: Path) -> None:
     assert contract_of(other).weight_scale is WeightScale.FROZEN  # held, and this schedule does not move it
 
 
+@pytest.mark.parametrize("form", ["a dict", "pairs", "metadata"])
+@pytest.mark.parametrize("weight_scale", ["frozen", "ema"])
+def test_masters_of_a_trainer_that_holds_its_scales_are_not_synced(
+    weight_scale: str, form: str, exported: Path
+) -> None:
+    model = qq.convert(qq.revert(copy.deepcopy(trainer())), "w4a16", schedule=qq.Schedule(weight_scale=weight_scale))
+    qq.step(model)
+    rollout, contract = qq.load_rollout(exported), contract_of(model)
+    before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
+    state: Any = model.state_dict()
+    options: Any = {"metadata": [(n, t.dtype, tuple(t.shape)) for n, t in state.items()]} if form == "metadata" else {}
+    message = (
+        f"scales.* held \\({weight_scale}\\), .*send packed tensors: quads_qat.export_weights.* or export_checkpoint"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=contract, **options)
+    assert "\n" not in str(error.value)
+    if form != "pairs":  # known ahead
+        assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
+    qq.update_weights(rollout, qq.export_weights(model, "modelopt"), contract=contract)
+    assert qq.check_first_step(model, rollout).ok
+
+
 def settings(path: Path, **options: Any) -> tuple[Any, Any]:
     module = qq.load_rollout(path, **options).get_submodule("model.layers.0.mlp.up_proj")
     assert isinstance(module, ResidualCompensatedLinear)
