@@ -35,15 +35,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 out = Console()
 err = Console(stderr=True)
 
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
+    bool, typer.Option("--trust-remote-code", metavar="", help="Run model code that the checkpoint brings.")
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; default: one a core, at most 8.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable JSON object instead of tables.")]
+Json = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print one machine-readable JSON object instead of tables.")
+]
 Names = Annotated[list[str] | None, typer.Option(help="Module name, glob or re:regex; may be given several times.")]
 
 
@@ -53,7 +56,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:  # pyright: ignore[reportGeneralTypeIssues]
-        fail(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
+        fail(error.format_message() or "give a command")  # pyright: ignore[reportAttributeAccessIssue]
     except (ValueError, TypeError, OSError) as error:
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):  # releases of typer differ in what they make of Ctrl-C
@@ -89,6 +92,23 @@ def _quiet_transformers() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+
+
+def _print_version(asked: bool) -> None:
+    from quads_qat import __version__
+
+    if asked:
+        print(f"quads-qat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """What comes before a command."""
 
 
 @app.command()
@@ -176,7 +196,9 @@ def quantize(
     scope: Annotated[Scope, typer.Option(help="Which modules.")] = Scope.ALL,
     include: Names = None,
     exclude: Names = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="W4A16: no activation scales.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", metavar="", help="W4A16: no activation scales.")
+    ] = False,
     calibrate: Annotated[
         Path | None, typer.Option(help="W4A4: observe activations on this text file. Builds the model.")
     ] = None,

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+import quads_qat as qq
 from quads_qat import cli
 from quads_qat.demo import DATA
 from quads_qat.engine_limits import EngineWarning
@@ -227,6 +228,7 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
         (("convert-dialect", DATA, "{tmp}/out"), "dialect"),
         (("demo", "--steps", "1"), "steps"),
         (("unknown",), "unknown"),
+        ((), "give a command"),
         (("quantize",), "ource"),
     ],
 )
@@ -259,6 +261,18 @@ def test_an_interruption_says_how_to_continue(
     done = quads_qat("quantize", DATA, tmp_path / "out", "--weights-only")
     assert done.returncode == 130
     assert done.stderr.endswith("quads-qat: interrupted; run the same command again to continue\n")
+
+
+def test_version_and_short_help(capsys: pytest.CaptureFixture[str]):
+    assert quads_qat("--version").stdout == f"quads-qat {qq.__version__}\n"
+    for command in ((), ("quantize",)):
+        short, long = (quads_qat(*command, option) for option in ("-h", "--help"))
+        assert short.returncode == long.returncode == 0
+        assert "Usage:" in long.stdout
+        assert short.stdout == long.stdout
+    flags = [line for line in long.stdout.splitlines() if re.search("--(weights-only|json|trust)", line)]
+    assert len(flags) == 3
+    assert not any("bool" in line for line in flags)
 
 
 def test_the_module_is_the_command_line():
