@@ -23,16 +23,18 @@ COMPUTE_IN = "FSDP2: MixedPrecisionPolicy(param_dtype=torch.{}); or autocast"
 """How a trainer with fp32 masters multiplies by what an export casts them to."""
 
 
-def difference(actual: Tensor, expected: Tensor) -> str | None:
-    """How two tensors differ in their bits (the sign of zero counts), or None."""
+def difference(actual: Tensor, expected: Tensor, sides: tuple[str, str]) -> str | None:
+    """How two tensors differ in their bits (the sign of zero counts), or None; ``sides`` like ``in the rollout``."""
+    there, here = sides
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return f"{actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}"
+        shapes = tuple(actual.shape), tuple(expected.shape)
+        return f"{actual.dtype} {shapes[0]} {there} against {expected.dtype} {shapes[1]} {here}"
     wrong = _bits(actual) != _bits(expected)
     if not bool(wrong.any()):
         return None
     first = tuple(wrong.nonzero()[0].tolist())
     count = int(wrong.sum())
-    values = f"{actual[first].item()} against {expected[first].item()}"
+    values = f"{actual[first].item()} {there} against {expected[first].item()} {here}"
     return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
 
 
@@ -96,7 +98,7 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
     for name in sorted(others[0] ^ others[1]):
         yield {"name": name, "only_in": str(a if name in others[0] else b)}
     for name in sorted(others[0] & others[1]):
-        if how := difference(first.reader.get(name), second.reader.get(name)):
+        if how := difference(first.reader.get(name), second.reader.get(name), ("in the first", "in the second")):
             yield {"name": name, "difference": how}
 
 

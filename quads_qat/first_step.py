@@ -94,9 +94,10 @@ class FirstStepReport:
         return {"ok": self.ok, "checks": checks, "gap": None if self.gap is None else self.gap.to_dict()}
 
     def raise_if_failed(self) -> FirstStepReport:
-        """Return the report, or raise ValueError with it."""
-        if not self.ok:
-            raise ValueError(f"check_first_step: {', '.join(self.failed)} failed\n{self}")
+        """Return the report, or raise ValueError: in its first line what failed and the ways out, then the report."""
+        failed = [f"{c.name}: {c.found} -> {c.way_out}" for c in self.checks if c.passed is False]
+        if failed:
+            raise ValueError(f"check_first_step: {', '.join(self.failed)} failed. {'; '.join(failed)}\n{self}")
         return self
 
 

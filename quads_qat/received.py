@@ -21,6 +21,7 @@ from quads_qat.scale_groups import whole
 from quads_qat.sync_plan import module_of
 from quads_qat.weight_stream import ActivationScales, export_metadata, export_weights, own_scales, rest_in_memory
 
+_SIDES = "in the rollout", "from the trainer"
 _PARTS = ("qdata", "block_scale", "per_tensor_scale")
 
 
@@ -82,7 +83,7 @@ def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
         if name in theirs.weights:
             found.quantized_there.append(name)
         elif name in there:
-            found.add(name, difference(live[name].detach(), value.to(live[name].dtype)))
+            found.add(name, difference(live[name].detach(), value.to(live[name].dtype), _SIDES))
     return found
 
 
@@ -95,7 +96,7 @@ def _packed_difference(rollout: nn.Module, conversion: Conversion, name: str, q:
     except ValueError as error:
         return str(error)
     for part in _PARTS:
-        if how := difference(getattr(held, part).to(q.device), getattr(fitted, part)):
+        if how := difference(getattr(held, part).to(q.device), getattr(fitted, part), _SIDES):
             return f"{part}: {how}"
     return None
 
@@ -143,7 +144,7 @@ def compare_received(
         if isinstance(there, str):
             found.add(name, None if there == _digest(tensor) else "its digest differs")
         elif there is not None:
-            found.add(name, difference(there, tensor))
+            found.add(name, difference(there, tensor, _SIDES))
     _sort_out_scopes(found, dialect)
     return found
 

@@ -41,17 +41,23 @@ class Report:
         other: tensors in high precision that were compared.
         differences: name -> how it differs; empty if everything is the same bits.
         note: what "equal" leaves open: casts of what is not quantized, by the exporter or by readers; "" if none.
+        reference: what the checkpoint was compared with, ``model`` or ``source``.
     """
 
     quantized: int = 0
     other: int = 0
     differences: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    reference: str = "model"
 
     @property
     def ok(self) -> bool:
         """Whether every bit is the same."""
         return not self.differences
+
+    def difference(self, actual: Tensor, expected: Tensor) -> str | None:
+        """How a tensor of the checkpoint differs from what it must be, or None."""
+        return difference(actual, expected, ("in the checkpoint", f"from the {self.reference}"))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -180,10 +186,9 @@ def _compare_input_scales(
         common = next(iter(members.values())) if len(values) < 3 else members[list(members)[_most_common(values)]]
         for name, scale in members.items():
             if expected and name in expected:
-                how = difference(scale, expected[name])
+                how = report.difference(scale, expected[name])
             else:
-                how = difference(scale, common)
-                how = how and f"{how} of the weights that take the same input"
+                how = difference(scale, common, ("here", "of the weights that take the same input"))
             if how:
                 report.differences[name] = how
 
@@ -203,7 +208,9 @@ def _find_unknown(report: Report, checkpoint: Checkpoint, plan: Plan, known: set
         if name in known or name.endswith(CACHE_SCALES) or any(re.search(pattern, name) for pattern in ignored):
             continue
         if name in state:  # another name of a tied weight
-            how = difference(checkpoint.reader.get(name), whole(state[name]).to(checkpoint.reader.get(name).dtype))
+            how = report.difference(
+                checkpoint.reader.get(name), whole(state[name]).to(checkpoint.reader.get(name).dtype)
+            )
         else:
             how = "not in the model"
         if how:
@@ -234,7 +241,7 @@ def verify_checkpoint(
     reader = checkpoint_io.Reader(source)
     model, _, _ = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe, trust_remote_code=trust_remote_code)
     plan = with_stacks_of(reader, checkpoint.plan(model)[1])
-    report = Report()
+    report = Report(reference="source")
     for group in scale_groups_on_disk(plan):
         tensors = [disk.read_source(reader) for disk in group]
         amax = ops.amax(*tensors)
@@ -300,22 +307,22 @@ def _compare_quantized(
     scale = dialects.stored(p, own, checkpoint.recipe, checkpoint.dialect).reshape(
         dialects.scale_shape(checkpoint.dialect)
     )
-    if how := difference(ops.dequantize(q, expected.dtype), expected):
+    if how := report.difference(ops.dequantize(q, expected.dtype), expected):
         report.differences[disk.name] = how
         return
     stored = checkpoint.reader.get(names.scale)
-    if how := difference(stored.float().reshape(scale.shape) if checkpoint.foreign else stored, scale):
+    if how := report.difference(stored.float().reshape(scale.shape) if checkpoint.foreign else stored, scale):
         report.differences[names.scale] = how
     if made is not None:
         pairs = {names.qdata: (q.qdata, made.qdata), names.block_scale: (q.block_scale, made.block_scale)}
         for name, (there, here) in pairs.items():
-            if how := difference(there, here.cpu()):
+            if how := report.difference(there, here.cpu()):
                 report.differences[name] = how
 
 
 def _compare(report: Report, reader: checkpoint_io.Reader, name: str, expected: Tensor) -> None:
     if name not in reader:
         report.differences[name] = "missing in the checkpoint"
-    elif how := difference(reader.get(name), expected):
+    elif how := report.difference(reader.get(name), expected):
         report.differences[name] = how
     report.other += 1

@@ -122,8 +122,14 @@ def test_unsynced_weights_are_named(name: str):
     assert "weights" in report.failed
     assert f"1 of {len(trainer.state_dict())} tensors differ, first {name}" in found(report, "weights")
     assert "sync qq.export_weights(trainer)" in found(report, "weights")
-    with pytest.raises(ValueError, match=r"check_first_step: weights.* failed\npass  contract"):
+    with pytest.raises(
+        ValueError, match=r"^check_first_step: weights.* failed\. weights: 1 of .*\npass  contract"
+    ) as error:
         report.raise_if_failed()
+    first, *lines = str(error.value).splitlines()
+    for failed in (c for c in report.checks if c.passed is False):  # logs and trackers often show one line
+        assert f"{failed.name}: {failed.found} -> {failed.way_out}" in first
+    assert "\n".join(lines) == str(report)
 
 
 def test_one_flipped_code_is_named():

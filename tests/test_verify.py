@@ -1,6 +1,7 @@
 """Contract under test: ``verify`` and ``diff`` see every bit, and name the tensor that it is in."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -100,7 +101,9 @@ def damages(dialect: Dialect, stored: dict[str, Tensor]) -> dict[str, tuple[str,
         "scale": one(f"{EXPERT}.{scale}", lambda t: t * 2, expert, " of 8192 elements, first at (0, "),
         "bf16 value": one(router, lambda t: flip(t, at=8), router, "1 of 512 elements, first at (0, 4)"),
         "signs": one(norm, lambda t: -t, norm, "128 of 128 elements"),
-        "dtype": one(norm, lambda t: t.float(), norm, "torch.float32 (128,) against torch.bfloat16 (128,)"),
+        "dtype": one(
+            norm, lambda t: t.float(), norm, "torch.float32 (128,) in the checkpoint against torch.bfloat16 (128,)"
+        ),
         "bf16 missing": one(router, gone, router, "missing in the checkpoint"),
         "codes missing": one(f"{MODULE}.{codes}", gone, module, f"{MODULE}.{codes} is missing"),
         "block scales missing": one(f"{MODULE}.{block_scale}", gone, module, f"{MODULE}.{block_scale} is missing"),
@@ -130,6 +133,10 @@ def test_one_wrong_bit_is_named(how: str, dialect: Dialect, checkpoint: Any, tmp
     assert not report.ok
     assert list(report.differences) == [reported]
     assert said in report.differences[reported]
+    if " elements, first" in said and "input_" not in reported:
+        value = r"-?[\d.e-]+"
+        for text, side in ((str(error.value), "model"), (report.differences[reported], "source")):
+            assert re.search(rf"\): {value} in the checkpoint against {value} from the {side}$", text)
     assert report.to_dict()["ok"] is False
     with pytest.raises(VerificationError, match="1 tensor differs"):
         report.raise_if_different()
