@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 
 from quads_qat.config import ActivationScale, Dialect, Mode, Recipe, ResidualConfig, ResidualScope, Scope
+from quads_qat.record import read_record
 
 _UsageError = typer.BadParameter.__bases__[0]  # typer vendors click in some releases and imports it in others
 
@@ -395,7 +396,7 @@ def inspect(directory: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")]
     from quads_qat.compare import inspect_checkpoint
 
     _quiet_transformers()
-    summary = inspect_checkpoint(directory)
+    summary = inspect_checkpoint(directory) | {"made_by": _made_by(directory)}
     if as_json:
         _print_json(summary)
     else:
@@ -405,6 +406,13 @@ def inspect(directory: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")]
         out.print(table)
     if summary["problems"]:
         raise typer.Exit(1)
+
+
+def _made_by(directory: Path) -> list[str]:
+    """The command, and the names that it was given; [] where the checkpoint has no record."""
+    job = (read_record(directory) or ({},))[0]
+    names = (f"{key}: {', '.join(map(str, job[key]))}" for key in ("include", "exclude") if job.get(key))
+    return [str(job["command"]), *names] if "command" in job else []
 
 
 @app.command()

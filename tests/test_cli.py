@@ -263,6 +263,14 @@ def test_an_interruption_says_how_to_continue(
     assert done.stderr.endswith("quads-qat: interrupted; run the same command again to continue\n")
 
 
+def test_inspect_shows_which_names_were_chosen(tmp_path: Path):
+    out = tmp_path / "out"
+    names = ("--exclude", "*o_proj", "--exclude", "*k_proj", "--include", "lm_head", "--scope", "mlp")
+    assert quads_qat("quantize", DATA, out, "--weights-only", *names).returncode == 0
+    made = json.loads(quads_qat("inspect", out, "--json").stdout)["made_by"]
+    assert made == ["quantize", "include: lm_head", "exclude: *o_proj, *k_proj"]
+
+
 def test_version_and_short_help(capsys: pytest.CaptureFixture[str]):
     assert quads_qat("--version").stdout == f"quads-qat {qq.__version__}\n"
     for command in ((), ("quantize",)):
