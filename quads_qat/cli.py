@@ -221,7 +221,10 @@ def quantize(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize a BF16 checkpoint into an NVFP4 one, however large. Run it again to continue after an interruption."""
+    """Quantize a BF16 checkpoint into an NVFP4 one, however large. Run it again to continue after an interruption.
+
+    One of --weights-only (W4A16), --calibrate and --activations-from (both W4A4) has to be given.
+    """
     _check_activation_options(weights_only, calibrate, activations_from)
     from quads_qat.nvfp4_checkpoint import Checkpoint
     from quads_qat.quantize import quantize_checkpoint
