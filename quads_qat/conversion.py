@@ -8,6 +8,7 @@ everything that deals with checkpoints plans with it.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -363,6 +364,16 @@ def _check_groups(conversion: Conversion, owners: dict[str, nn.Module], rules: S
             re.search(rule, w.module if w.parameter == "weight" else w.name) for w in conversion.weights.values()
         ):
             raise ValueError(f"convert: groups: no quantized module matches {rule!r}; see quads_qat.coverage(model)")
+    fused: dict[str, Weight] = {}
+    for weight in conversion.weights.values():
+        sibling = fused.setdefault(group_key(weight.module), weight)
+        if rules and weight.parameter == "weight" and sibling.group != weight.group:
+            warnings.warn(
+                f"convert: groups: {sibling.module} and {weight.module} get a scale each, but engines fuse them into "
+                "one GEMM with one scale and would decode one of them wrong; let a rule catch both or neither",
+                stacklevel=4,
+            )
+            break
     for skipped in conversion.skipped:
         key = group_key(skipped.module, rules)
         if key in conversion.groups and isinstance(owners[skipped.module], nn.Linear):
