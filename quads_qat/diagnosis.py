@@ -180,14 +180,23 @@ def _finite(value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
+_LEGEND = (
+    "W: the rollout's weight, x: its input. output: error of the GEMM's output for the trainer's input. W differs: the "
+    "rollout's weight against the one that the trainer multiplies by. dead: share of nonzero values that became 0. "
+    "noise: norm(x - Q(x)) / norm(x); of W against the master weight."
+)
+
+
 def _tables(found: Diagnosis, rows: int) -> Iterable[Any]:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     def table(title: str, first: str, headings: Iterable[str], lines: Iterable[tuple[str, ...]]) -> Any:
-        made = Table(title=title, title_justify="left")
+        # without frames, the widest numbers and 24 letters of a name are 80 columns
+        made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         made.add_column(first, overflow="fold", min_width=24)
         for heading in headings:
-            made.add_column(heading, justify="right")
+            made.add_column(heading, justify="right", no_wrap=True)
         for line in lines:
             made.add_row(*line)
         return made
@@ -204,17 +213,18 @@ def _tables(found: Diagnosis, rows: int) -> Iterable[Any]:
     ]
     if layers:
         headings = ("total", "weight", "act", "num", "router flips")
-        yield table("relative error of the layers' outputs", "layer", headings, layers)
+        yield table("\nrelative error of the layers' outputs", "layer", headings, layers)
     if found.gemms:
         lines = [
             (g.name, _number(g.local_error), _number(g.weight_error), *_cells(g.weight), *_cells(g.activation))
             for g in found.top_modules(rows)
         ]
-        headings = ("output", "W differs", "W dead", "W noise", "x dead", "x noise")
-        yield table("the modules with the largest error of their own", "weight", headings, lines)
+        headings = ("output", "W\ndiffers", "W\ndead", "W\nnoise", "x\ndead", "x\nnoise")
+        yield table("\nthe modules with the largest error of their own", "weight", headings, lines)
+        yield _LEGEND
     if found.channels:
         lines = [(c.name, str(c.channel), c.cause, _number(c.error), f"{c.share:.1%}") for c in found.channels[:rows]]
-        yield table("the worst input channels", "weight", ("channel", "cause", "error", "of the module's"), lines)
+        yield table("\nthe worst input channels", "weight", ("channel", "cause", "error", "of the\nmodule's"), lines)
     if found.cast_weights:
         names, dtype = [*found.cast_weights], next(iter(found.cast_weights.values()))
         yield (

@@ -1,6 +1,7 @@
 """``diagnose``: identities between the parts of the gap, statistics against values by hand, and what it refuses."""
 
 import copy
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -342,6 +343,15 @@ def test_results_as_json_table_and_figure(tmp_path: Path):
     shown = console.file.getvalue()
     for word in ("delta_weight", "model.layers.1", "router flips", "gate_up_proj", "channel"):
         assert word in shown
+    wide = dataclasses.replace(found.top_modules()[0], local_error=1.234e-5, weight_error=1.234e-6)
+    wide = dataclasses.replace(
+        found, gemms=[dataclasses.replace(wide, name="model.layers.11.mlp.experts.gate_up_proj")]
+    )
+    narrow = printed(wide, width=80)  # as in a pipe
+    noise = [n for n in (wide.gemms[0].weight, wide.gemms[0].activation) if n is not None]
+    numbers = ["1.23e-05", "1.23e-06", *(f"{n.dead_zone:.1%} {n.grid_noise:.4f}" for n in noise)]
+    assert " ".join(numbers) in narrow
+    assert "dead: share of nonzero values that became 0" in narrow
     found.plot().savefig(tmp_path / "gap.png")
     assert (tmp_path / "gap.png").stat().st_size > 10_000
 
