@@ -185,3 +185,13 @@ def test_scales_that_do_not_divide_the_rows_are_refused():
 
     with pytest.raises(ValueError, match=re.escape("32 per-tensor scales for 1 rows")):
         blocks_of(torch.ones(32), torch.ones(32))
+
+
+@pytest.mark.parametrize(
+    ("rule", "warned"), [(r"attn\.q_proj", True), (r"attn\.[qkv]_proj", False), (r"mlp\.down", False)]
+)
+def test_a_rule_that_parts_what_engines_fuse(rule: str, warned: bool, recwarn: pytest.WarningsRecorder):
+    model = fill(linears("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.down_proj"))
+    qq.convert(model, "w4a16", groups=[rule])
+    found = [str(w.message) for w in recwarn if "attn.q_proj and attn.k_proj get a scale each" in str(w.message)]
+    assert len(found) == warned
