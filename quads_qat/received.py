@@ -59,9 +59,9 @@ class Comparison:
 
 def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
     """Every weight of a trainer against the rollout module's own, in the names of the model."""
-    root, conversion = conversion_of(trainer, "compare_rollout")
-    require_unwrapped(root, "compare_rollout")
-    other, theirs = conversion_of(rollout, "compare_rollout")
+    root, conversion = conversion_of(trainer, "check_first_step")
+    require_unwrapped(root, "check_first_step")
+    other, theirs = conversion_of(rollout, "check_first_step")
     live, rest = other.state_dict(keep_vars=True), rest_in_memory(root, conversion)
     packed = {f"{name}_{part}" for name in theirs.weights for part in (*_PARTS, "stored_scale")}
     beside = ("input_amax", "residual_mask")  # of activations, not of weights
@@ -133,8 +133,8 @@ def compare_received(
         ValueError: not one name belongs to either dialect.
     """
     taken = dict(received)
-    root, conversion = conversion_of(trainer, "compare_received")
-    require_unwrapped(root, "compare_received")
+    root, conversion = conversion_of(trainer, "check_first_step")
+    require_unwrapped(root, "check_first_step")
     dialect, names = _dialect_of(trainer, conversion, taken, activations)
     scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - names  # an engine's own, if it has any
     found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names - scales))

@@ -384,12 +384,15 @@ def test_an_unmerged_model_is_neither_exported_nor_reverted(tmp_path: Path):
         lambda: qq.convert(model, "w4a4_residual"),
         lambda: qq.revert(model),
         lambda: qq.verify(model, tmp_path),
-        lambda: qq.check_first_step(model, received={}),
     ):
         with pytest.raises(
             ValueError, match=r"q_proj is wrapped by an adapter that is not merged; call model\.merge_and"
         ):
             refused()
+    rollout = qq.convert(base_model(), "w4a4_residual", recipe=RECIPE)
+    for side in ({"rollout": rollout}, {"received": {}}):
+        with pytest.raises(ValueError, match=r"^check_first_step: .*q_proj is wrapped .* plain:` check_first_step"):
+            qq.check_first_step(model, **side)
     plain = get_peft_model(qq.convert(base_model(), "w4a16"), LoraConfig(target_modules=TARGETS))
     with pytest.raises(ValueError, match="does not train a quantized merged weight"), merged(plain):
         pass
