@@ -117,8 +117,9 @@ def _require_finished(path: Path) -> None:
     if not (path / JOURNAL).exists():
         return
     shards = len(list(path.glob("*.safetensors")))
+    there = "1 shard is" if shards == 1 else f"{shards} shards are"
     raise ValueError(
-        f"{path} is not finished ({shards} shards are there). If no process is making it, repeat the command that "
+        f"{path} is not finished ({there} there). If no process is making it, repeat the command that "
         "began it, with the same options: it keeps what is there and continues; or remove the directory"
     )
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -29,6 +30,14 @@ from quads_qat.config import ActivationScale, Dialect, Mode, Recipe, ResidualCon
 from quads_qat.record import read_record
 
 _UsageError = typer.BadParameter.__bases__[0]  # typer vendors click in some releases and imports it in others
+
+
+class TrainerMode(str, Enum):
+    """The modes of :class:`~quads_qat.config.Mode` that train."""
+
+    W4A16 = Mode.W4A16.value
+    W4A4 = Mode.W4A4.value
+
 
 app = typer.Typer(
     name="quads-qat",
@@ -437,8 +446,8 @@ def diff(
         out.print("the same codes, scales and values, and the same other tensors")
     else:
         what = "weights are the same, bit for bit; " if same_weights else ""
-        kind = "activation scales" if same_weights else "tensors"
-        out.print(f"{what}{len(rows)} {kind} differ" + (", the first 20:" if len(rows) > 20 else ":"))
+        kind = ("activation scale" if same_weights else "tensor") + ("s differ" if len(rows) > 1 else " differs")
+        out.print(f"{what}{len(rows)} {kind}" + (", the first 20:" if len(rows) > 20 else ":"))
         for row in rows[:20]:
             out.print(f"  {row['name']}: {describe(row)}", soft_wrap=True, highlight=False)
     if rows:
@@ -450,7 +459,7 @@ def diagnose(
     trainer: Annotated[Path, typer.Argument(help="BF16 checkpoint, or an NVFP4 one, whose weights are decoded.")],
     rollout: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
     text: Annotated[Path, typer.Option(help="Text file on which both are compared.")],
-    mode: Annotated[Mode | None, typer.Option(help="Convert the BF16 trainer first: w4a16 or w4a4.")] = None,
+    mode: Annotated[TrainerMode | None, typer.Option(help="Convert the BF16 trainer first.")] = None,
     fraction: Annotated[
         float | None, typer.Option(min=0, max=1, help="Channels that are compensated; default: what is recorded.")
     ] = None,
@@ -467,8 +476,6 @@ def diagnose(
 
     from quads_qat.diagnose_files import diagnose_checkpoints
 
-    if mode is Mode.W4A4_RESIDUAL:
-        fail("--mode is the trainer's: w4a16 or w4a4")
     if rollout_dtype not in (None, "bfloat16", "float16", "float32"):
         fail(f"--rollout-dtype must be bfloat16, float16 or float32, got {rollout_dtype!r}")
     if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
@@ -480,7 +487,7 @@ def diagnose(
             trainer,
             rollout,
             text,
-            mode=mode,
+            mode=None if mode is None else Mode(mode.value),
             residual=None if fraction is None else ResidualConfig(fraction=fraction),
             rollout_dtype=None if rollout_dtype is None else getattr(torch, rollout_dtype),
             length=length,
