@@ -162,6 +162,16 @@ def json_text(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
+def require_apart(source: Path, destination: Path) -> None:
+    """Raise ValueError if both are one directory: no message may then advise to remove it."""
+    try:
+        same = destination.samefile(source)
+    except OSError:  # one is not there, or cannot be; whoever opens it says so
+        same = False
+    if same:
+        raise ValueError(f"{destination}: source and destination are the same directory; choose another destination")
+
+
 def require_free(destination: Path) -> Path:
     """Raise ValueError unless a directory can be made at ``destination``; its parent."""
     if destination.is_symlink():

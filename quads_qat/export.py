@@ -81,6 +81,8 @@ def export_checkpoint(
     plan = export_plan(root, conversion, dialect)
     quantized = _tensor_names(plan, dialect)
     rest = {name: len(shape) for name, _, shape in metadata if name not in quantized}
+    if source is not None:
+        checkpoint_io.require_apart(Path(source), Path(path))
     checkpoint_io.require_free(Path(path))  # on all ranks, before they depend on each other
     stream = weights_of(root, conversion, dialect, activations, ranks=0)
     if rank() != 0:

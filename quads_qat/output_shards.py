@@ -159,8 +159,7 @@ def write_checkpoint(
             space, or cannot be written.
     """
     path, companions = Path(path), checkpoint_io.companions(reader.path)
-    if path.exists() and path.samefile(reader.path):
-        raise ValueError(f"{path}: source and destination are the same directory; choose another destination")
+    checkpoint_io.require_apart(reader.path, path)
     for file in left_behind:
         companions.pop(file, None)
     job = job | {"source": _source(reader), "shards": digest([[shard.file, sorted(shard.layouts)] for shard in shards])}

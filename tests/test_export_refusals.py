@@ -151,7 +151,9 @@ def test_the_destination_must_be_new(tmp_path: Path) -> None:
         match = f"{tmp_path / name} exists already; remove it or choose another"
         refused(match, lambda name=name: qq.quantize_checkpoint(SOURCE, tmp_path / name), tmp_path)
         refused(match, lambda name=name: qq.export_checkpoint(dense(), tmp_path / name, dialect="modelopt"), tmp_path)
-    refused("exists already", lambda: qq.quantize_checkpoint(SOURCE, SOURCE), SOURCE)
+    same = "source and destination are the same directory; choose another destination"
+    refused(same, lambda: qq.quantize_checkpoint(SOURCE, SOURCE), SOURCE)
+    refused(same, lambda: qq.export_checkpoint(dense(), SOURCE, dialect="modelopt", source=SOURCE), SOURCE)
     for parent in ("no/such", "file"):
         match = f"{parent}: no such directory; create it first"
         refused(match, lambda parent=parent: qq.quantize_checkpoint(SOURCE, tmp_path / parent / "out"), tmp_path)
