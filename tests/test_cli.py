@@ -278,7 +278,7 @@ def test_version_and_short_help(capsys: pytest.CaptureFixture[str]):
         assert short.returncode == long.returncode == 0
         assert "Usage:" in long.stdout
         assert short.stdout == long.stdout
-    flags = [line for line in long.stdout.splitlines() if re.search("--(weights-only|json|trust)", line)]
+    flags = [line for line in long.stdout.splitlines() if re.match(r"\W*--(weights-only|json|trust)", line)]
     assert len(flags) == 3
     assert not any("bool" in line for line in flags)
 
