@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quads_qat import dialects, names, ops
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, export_plan, layer_of, natural_order
 from quads_qat.config import Dialect, Mode
-from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
+from quads_qat.conversion import Conversion, Weight, conversion_of, require_same_modules, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key, whole
@@ -135,6 +135,7 @@ def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Modu
         )
     dialects.check_recipe(conversion.recipe, dialect)
     require_unwrapped(root, who)
+    require_same_modules(root, conversion, who)
     _refuse_two_names(root, conversion, who)
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
