@@ -116,7 +116,7 @@ def conversion_of(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[
 def refuse_save_pretrained(root: nn.Module) -> None:
     """Of a rollout: transformers would write its packed buffers in names and with a config that nothing loads."""
     if hasattr(root, "save_pretrained"):
-        root.save_pretrained = _refused_save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+        root.save_pretrained = _refused_save_pretrained  # pyright: ignore[reportArgumentType]
 
 
 def _refused_save_pretrained(*args: Any, **kwargs: Any) -> None:
