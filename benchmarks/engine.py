@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.cuda_timing import Call, Times, copies_of, in_turn
 from benchmarks.matmul import CHOSEN, EXPERT_SHAPES, EXPERTS, SAMPLED, _groups, _packed
-from benchmarks.registry import Report, Row, benchmark
+from benchmarks.registry import GpuReport, Report, Row, benchmark
 from quads_qat import ops, reference
 from quads_qat.config import ActivationFormat, ResidualConfig
 from quads_qat.qtensor import NVFP4Tensor
@@ -50,12 +50,8 @@ class EngineRow(Row):
 
 
 @dataclass
-class EngineReport(Report):
+class EngineReport(GpuReport):
     """One row for each layer and number of tokens, one column for each way to compute it."""
-
-    @property
-    def machine(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else super().machine
 
     @property
     def header(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.cuda_timing import Call, copies_of, in_turn
-from benchmarks.registry import Report, Row, benchmark
+from benchmarks.registry import GpuReport, Report, Row, benchmark
 from quads_qat import ops, reference
 from quads_qat.config import Recipe, ResidualConfig
 from quads_qat.qtensor import NVFP4Tensor
@@ -43,12 +43,8 @@ class GemmRow(Row):
 
 
 @dataclass
-class GemmReport(Report):
+class GemmReport(GpuReport):
     """Our GEMMs and the bf16 ones that they replace."""
-
-    @property
-    def machine(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else super().machine
 
     @property
     def header(self) -> tuple[str, ...]:

@@ -24,18 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quads_qat as qq
-from benchmarks.registry import Report, Row, benchmark
+from benchmarks.registry import GpuReport, Report, Row, benchmark
 
 STEPS = 3
 BUCKET_BYTES = 256 << 20
-
-
-class _GpuReport(Report):
-    @property
-    def machine(self) -> str:
-        if not torch.cuda.is_available():
-            return super().machine
-        return f"{self.settings['gpus']} x {torch.cuda.get_device_name()}"
 
 
 @benchmark("multi-gpu")
@@ -52,7 +44,7 @@ def multi_gpu(
 ) -> Report:
     """FSDP2 against one GPU and against BF16, and a trainer that syncs a rollout on another GPU every step."""
     settings = dict(locals())
-    report = _GpuReport(
+    report = GpuReport(
         f"{gpus} GPUs: Qwen3-MoE, {layers} layers, {experts} experts, hidden {hidden}",
         tokens * gpus,
         "tokens",

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import quantize_peers
 from benchmarks.cuda_timing import Call, Times, copies_of, in_turn
 from benchmarks.quantize_peers import DEQUANTIZE, FAKE_QUANTIZE, QUANTIZE, Prepare
-from benchmarks.registry import Report, Row, benchmark
+from benchmarks.registry import GpuReport, Report, Row, benchmark
 from quads_qat import ops, reference
 from quads_qat.qtensor import NVFP4Tensor
 
@@ -69,12 +69,8 @@ class KernelRow(Row):
 
 
 @dataclass
-class KernelReport(Report):
+class KernelReport(GpuReport):
     """Our kernels, each followed by the peers that do the same work."""
-
-    @property
-    def machine(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else super().machine
 
     @property
     def header(self) -> tuple[str, ...]:

@@ -128,6 +128,19 @@ def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list
     return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
 
 
+@dataclass
+class GpuReport(Report):
+    """Of what runs on a GPU where there is one."""
+
+    @property
+    def machine(self) -> str:
+        """The GPU, with how many of them where the setting ``gpus`` says so."""
+        if not torch.cuda.is_available():
+            return super().machine
+        name = torch.cuda.get_device_name()
+        return f"{self.settings['gpus']} x {name}" if "gpus" in self.settings else name
+
+
 Benchmark = Callable[..., Report]
 BENCHMARKS: dict[str, Benchmark] = {}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import quads_qat as qq
-from benchmarks.registry import Report, Row, benchmark
+from benchmarks.registry import GpuReport, Report, Row, benchmark
 
 MICRO_BATCHES = 4
 STEPS = 4
@@ -21,15 +21,11 @@ STEPS = 4
 
 
 @dataclass
-class StepReport(Report):
+class StepReport(GpuReport):
     """Rows with the time of a step, its ratio to BF16, and the peak of memory beyond what the model holds."""
 
     bf16: dict[str, tuple[float, int]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def machine(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else super().machine
 
     @property
     def header(self) -> tuple[str, ...]:
