@@ -41,6 +41,9 @@ class SyncState:
     broken: str = ""
     running: bool = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"running": False}  # nobody syncs a copy
+
     def require_whole(self) -> None:
         """Raise RuntimeError in a rollout that mixes old and new weights."""
         if self.broken:

@@ -112,9 +112,12 @@ def test_a_weight_sync_inside_another_is_refused():
         list(qq.export_weights(qq.convert(tiny_model("qwen3_moe", seed=s), "w4a16"), "modelopt")) for s in (1, 2)
     ]
 
+    copies = []
+
     def stream():
         for i, item in enumerate(weights[0]):
             if i == 9:
+                copies.append(copy.deepcopy(rollout))
                 qq.update_weights(rollout, weights[1])
             yield item
 
@@ -124,8 +127,10 @@ def test_a_weight_sync_inside_another_is_refused():
         rollout(torch.arange(3, 9)[None])
     qq.update_weights(rollout, weights[1])
     fresh = qq.convert(tiny_model("qwen3_moe", seed=2), "w4a4_residual").state_dict()
-    for name, tensor in rollout.state_dict().items():
-        assert_same_bits(tensor, fresh[name], name)
+    qq.update_weights(copies[0], weights[1])  # a copy made half-way can be made whole
+    for model in (rollout, copies[0]):
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(tensor, fresh[name], name)
 
 
 def test_an_observation_under_inference_mode_serves_training():
