@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 import quads_qat as qq
 from benchmarks.export_cpu import difference, make_source
@@ -29,7 +30,8 @@ def export_gpu(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = Path(folder) / "source"
-        elements = make_source(source, layers, experts, hidden, intermediate)
+        with torch.device(devices[0]):  # random numbers are made faster there
+            elements = make_source(source, layers, experts, hidden, intermediate)
         report = Report(
             title=f"Quantize a checkpoint of {elements / 1e6:.0f} M bf16 weights, from disk to disk, device=cuda",
             unit_count=elements,
@@ -50,7 +52,9 @@ def export_gpu(
         def quantize(device: str, to: Path = out) -> None:
             qq.quantize_checkpoint(source, to, device=device, workers=workers or None)
 
+        progress = Console(stderr=True)
         quantize("cpu", reference)
+        progress.print("reference made")
         for device in list(devices):
             quantize(device)
             if wrong := difference(out, reference):
@@ -71,7 +75,9 @@ def export_gpu(
                     _evict(file)
                 start = time.perf_counter()
                 call()
-                best[name] = min(best[name], time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                progress.print(f"{name}: {seconds:.2f} s")
+                best[name] = min(best[name], seconds)
     size = 2 * elements / 1e9
     report.rows += [
         Row(name, seconds, note=f"{size / seconds:.2f} GB of bf16 a second") for name, seconds in best.items()
