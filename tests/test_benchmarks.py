@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 from benchmarks import cuda_timing, engine, export_cpu, quantize, quantize_cpu, quantize_peers, weight_sync
 from benchmarks.__main__ import app
 from benchmarks.cuda_timing import Times
+from benchmarks.matmul import _packed
 from benchmarks.quantize_peers import FAKE_QUANTIZE, QUANTIZE, Peer
 from benchmarks.registry import BENCHMARKS, benchmark
 from quads_qat import ops, reference
 from quads_qat.config import Recipe
+from quads_qat.qtensor import NVFP4Tensor
 
 
 def test_a_peer_with_other_bytes_gets_no_time(monkeypatch: pytest.MonkeyPatch):
@@ -246,3 +249,51 @@ def test_what_the_vllm_plugin_calls_is_inside_the_bound_and_wrong_products_are_n
     for wrong in (y * 1.02, torch.full_like(y, torch.nan), y.roll(1, 0)):
         assert engine.outside(wrong, terms, weight, partial_sums=False)
         assert engine.outside(wrong * 1.05, terms, weight, partial_sums=True)
+
+
+@pytest.mark.parametrize("fault", ["none", "wrong product", "does not compile", "no graph holds it"])
+def test_a_humming_that_fails_or_is_wrong_costs_no_other_column(monkeypatch: pytest.MonkeyPatch, fault: str):
+    def layer(w: NVFP4Tensor, rows: Sequence[int]):
+        if fault == "does not compile":
+            raise RuntimeError("NVRTCCompiler failed with exit code 1\nof many lines")
+        factor = 1.25 if fault == "wrong product" else 1.0
+
+        def call(x: torch.Tensor, expert_layout: torch.Tensor | None = None) -> torch.Tensor:
+            assert len(x) in rows
+            offs = None if expert_layout is None else expert_layout[1:].int()
+            return factor * engine.applied(x, w, None, offs)
+
+        return call
+
+    def in_turn(calls: dict[str, Sequence[cuda_timing.Call]], rounds: int) -> dict[str, Times]:
+        if fault == "no graph holds it" and engine.HUMMING in calls:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return dict.fromkeys(calls, Times(device=1.0, called=1.0))
+
+    small = {"SHAPES": ((32, 64),), "EXPERT_SHAPES": ((32, 64),), "TOKENS": (3,), "EXPERT_TOKENS": (2,)}
+    for name, sizes in small.items():
+        monkeypatch.setattr(engine, name, sizes)
+    monkeypatch.setattr(engine, "find_spec", lambda name: name)
+    monkeypatch.setattr(engine, "humming_layer", layer)
+    monkeypatch.setattr(engine, "in_turn", in_turn)
+    rows = engine.measured("cpu", rounds=1, seed=0, humming=True).rows
+    assert [row.name for row in rows] == ["linear [32, 64] M=3", "experts [128, 32, 64] tokens=2"]
+    note = {
+        "none": "",
+        "wrong product": "Humming W4A16 is outside of the bound: no time",
+        "does not compile": "Humming W4A16: RuntimeError: NVRTCCompiler failed with exit code 1",
+        "no graph holds it": "Humming W4A16: RuntimeError: operation not permitted when stream is capturing",
+    }[fault]
+    for row in rows:
+        assert isinstance(row, engine.EngineRow)
+        assert row.note == note
+        assert set(engine.COLUMNS) - set(row.times) == (set() if fault == "none" else {engine.HUMMING})
+
+
+def test_experts_are_compared_with_their_own_weights():
+    weight = _packed("cpu", 3, 32, 64)
+    x, offs = torch.randn(6, 64).bfloat16(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    y = engine.applied(x, weight, None, offs)
+    assert not engine.experts_outside(y, x, None, weight, offs, partial_sums=False)
+    of_another = engine.applied(x, weight, None, torch.tensor([2, 3, 6], dtype=torch.int32))
+    assert engine.experts_outside(of_another, x, None, weight, offs, partial_sums=True)
