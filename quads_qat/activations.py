@@ -39,14 +39,17 @@ def quantize_activation(
     return_mask: bool,
     backend: str,
     ordered: bool = False,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator with enums in place of strings: ``(terms [T, ..., K], mask [..., K] or empty)``.
 
     ``ordered``: K of the terms is in the tensor-core order of ``kernels.decode``; K % 64 == 0.
+    ``offs`` [E] int32, of backend ``triton`` and without ``return_mask``: x are rows [M, K] of experts, each a unit of
+    its own to scope ``batch`` and to a scale ``per_tensor``; ``mask`` may then be [E, K].
     """
     config = (None, 0.0, "l2", 1) if residual is None else _plain(residual)
     recipe, scale = activation.recipe.value, activation.scale.value
-    return _operator(x, input_amax, mask, recipe, scale, *config, return_mask, backend, ordered)
+    return _operator(x, input_amax, mask, recipe, scale, *config, return_mask, backend, ordered, offs)
 
 
 def _plain(residual: ResidualConfig) -> tuple[str, float, str, int]:
@@ -78,15 +81,18 @@ def _quantize_activation(
     return_mask: bool,
     backend: str = "reference",
     ordered: bool = False,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     activation = _format(recipe, scale)
     residual = _config(scope, fraction, norm, granularity)
     residual = residual if count_of_terms(residual, x.shape[-1]) == 2 else None
     if backend == "triton" and fits_the_kernel(x, activation):
-        terms, chosen = _by_kernel(x, activation, residual, mask, return_mask, ordered)
+        terms, chosen = _by_kernel(x, activation, residual, mask, return_mask, ordered, offs)
     else:
-        by = _by_parts if backend == "triton" else _by_reference
-        terms, chosen = by(x, activation, residual, input_amax, mask)
+        if backend == "triton":
+            terms, chosen = _by_parts(x, activation, residual, input_amax, mask, offs)
+        else:
+            terms, chosen = _by_reference(x, activation, residual, input_amax, mask)
         terms = _in_tensor_core_order(terms) if ordered else terms
     if not return_mask or chosen is None:
         return terms, torch.empty(0, dtype=torch.bool, device=x.device)
@@ -106,6 +112,7 @@ def _quantize_activation_meta(
     return_mask: bool,
     backend: str = "reference",
     ordered: bool = False,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     count = count_of_terms(_config(scope, fraction, norm, granularity), x.shape[-1])
     terms = x.new_empty((count, *x.shape), dtype=values_dtype(Recipe(recipe)))
@@ -139,18 +146,20 @@ def _by_parts(
     residual: ResidualConfig | None,
     input_amax: Tensor | None,
     mask: Tensor | None,
+    offs: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Any dtype, recipe and scale: the steps of ``reference_matmul.residual_quantize``, quantized by kernels."""
     recipe, dtype = activation.recipe, values_dtype(activation.recipe)
     amax = input_amax
-    if activation.scale is not ActivationScale.STATIC:
+    if activation.scale is ActivationScale.PER_TENSOR and offs is not None:
+        amax = _amax_of_groups(x, offs)[_expert_of_rows(offs, len(x))][:, None]
+    elif activation.scale is not ActivationScale.STATIC:
         amax = library.amax([x], [-1] if activation.scale is ActivationScale.PER_TOKEN else None, "triton")
     q1 = library.fake_quantize(x, None, amax, recipe.value, dtype, "triton")
     if residual is None:
         return q1[None], None
     r = x.float() - q1.float()
-    chosen = reference_matmul.residual_mask(r.reshape(-1, r.shape[-1]), residual, mask)
-    assert chosen is not None
+    chosen = _mask(r.reshape(-1, r.shape[-1]), residual, mask, offs)
     masked = torch.where(chosen.view(r.shape) if chosen.ndim == 2 else chosen, r, 0)
     if recipe is Recipe.ALIGNED and activation.scale is not ActivationScale.STATIC:
         p = (library.scale_from_amax(amax, recipe.value)[0] / 4).clamp(min=2.0**ALIGNED_MIN_EXPONENT)
@@ -158,6 +167,36 @@ def _by_parts(
     else:
         q2 = library.fake_quantize(masked, None, library.amax([masked], [-1], "triton"), recipe.value, dtype, "triton")
     return torch.stack([q1, q2]), chosen
+
+
+def _mask(r: Tensor, residual: ResidualConfig, mask: Tensor | None, offs: Tensor | None) -> Tensor:
+    """``reference_matmul.residual_mask`` of r [M, K], of each expert's rows by themselves: [K] or [M, K]."""
+    from quads_qat.kernels.activation import mask_of_residual
+    from quads_qat.kernels.residual import LONGEST_ROW
+
+    m, k = r.shape
+    size = k // residual.granularity
+    if residual.scope is ResidualScope.BATCH and residual.selected(size) < size and m > 0 and k <= LONGEST_ROW:
+        chosen = mask_of_residual(r, residual, offs)
+    else:
+        chosen = mask if residual.scope is ResidualScope.STATIC else reference_matmul.residual_mask(r, residual)
+    assert chosen is not None
+    if offs is None or chosen.ndim == 1 or residual.scope not in (ResidualScope.BATCH, ResidualScope.STATIC):
+        return chosen
+    return chosen[_expert_of_rows(offs, m)]
+
+
+def _amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """The amax [E] of each expert's rows of x [M, K]."""
+    of_rows = library.amax([x], [-1], "triton").view(-1)
+    amax = torch.zeros(len(offs), dtype=of_rows.dtype, device=x.device)
+    return amax.scatter_reduce(0, _expert_of_rows(offs, len(x)), of_rows, "amax")
+
+
+def _expert_of_rows(offs: Tensor, rows: int) -> Tensor:
+    """The expert [M] of each row."""
+    row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
+    return torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
 
 
 def _in_tensor_core_order(terms: Tensor) -> Tensor:
@@ -182,9 +221,13 @@ def _by_kernel(
     mask: Tensor | None,
     return_mask: bool,
     ordered: bool,
+    offs: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     from quads_qat.kernels.activation import activation_terms
 
-    amax = library.amax([x], None, "triton") if activation.scale is ActivationScale.PER_TENSOR else None
-    terms, chosen = activation_terms(x.reshape(-1, x.shape[-1]), amax, residual, mask, return_mask, ordered)
+    amax = None
+    if activation.scale is ActivationScale.PER_TENSOR:
+        amax = library.amax([x], None, "triton") if offs is None else _amax_of_groups(x, offs)
+    rows = x.reshape(-1, x.shape[-1])
+    terms, chosen = activation_terms(rows, amax, residual, mask, return_mask, ordered, offs)
     return terms.view(terms.shape[0], *x.shape), chosen

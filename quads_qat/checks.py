@@ -191,13 +191,18 @@ def check_activation(who: str, x: Tensor, activation: ActivationFormat, input_am
         require_finite(who, x)
 
 
-def check_static_mask(who: str, x: Tensor, residual: ResidualConfig, mask: Tensor | None) -> None:
-    """Scope ``static`` has its mask, bool [K]."""
+def check_static_mask(
+    who: str, x: Tensor, residual: ResidualConfig, mask: Tensor | None, experts: int | None = None
+) -> None:
+    """Scope ``static`` has its mask, bool [K], or [E, K] of experts."""
     if residual.scope is not ResidualScope.STATIC or residual.fraction == 0:
         return
     if mask is None:
         raise ValueError(
             f"{who}: scope='static' needs a mask [K] (a packed module's residual_mask); set one, or use scope='token'"
         )
-    if mask.dtype != torch.bool or mask.shape != x.shape[-1:]:
-        raise ValueError(f"{who}: mask must be bool [K={x.shape[-1]}], got {mask.dtype} {tuple(mask.shape)}")
+    k = x.shape[-1]
+    shapes = [(k,)] if experts is None else [(k,), (experts, k)]
+    if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
+        shape = f"[K={k}]" if experts is None else f"[K={k}] or [E={experts}, K]"
+        raise ValueError(f"{who}: mask must be bool {shape}, got {mask.dtype} {tuple(mask.shape)}")

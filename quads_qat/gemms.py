@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quads_qat import activations, library, reference_matmul
-from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, ResidualScope
 from quads_qat.qtensor import NVFP4Tensor
 
 
@@ -137,6 +137,21 @@ def _scaled_by_row(weight: NVFP4Tensor) -> bool:
     return weight.per_tensor_scale.numel() > 1 and weight.per_tensor_scale.ndim > 1
 
 
+def shares_units(
+    activation: ActivationFormat, residual: ResidualConfig | None = None, mask: Tensor | None = None
+) -> bool:
+    """Whether rows of one expert share a scale, a ranking or a mask that other experts do not."""
+    ranked = residual is not None and residual.scope is ResidualScope.BATCH
+    return ranked or activation.scale is ActivationScale.PER_TENSOR or (mask is not None and mask.ndim == 2)
+
+
+def quantizes_groups(x: Tensor, activation: ActivationFormat) -> bool:
+    """Whether such rows [M, K] of all experts are quantized together; else each expert's by themselves."""
+    from quads_qat.kernels.residual import LONGEST_ROW
+
+    return activation.recipe is Recipe.ALIGNED and x.shape[-1] <= LONGEST_ROW
+
+
 def _pair(terms: Tensor) -> tuple[Tensor, Tensor | None]:
     """[T, M, K] -> the first term and the second, if there is one."""
     return terms[0], terms[1] if len(terms) == 2 else None
@@ -208,7 +223,7 @@ def linear_w4a4(
     input_amax: Tensor | None,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """``reference_matmul.linear_w4a4`` and, with ``offs``, ``grouped_linear_w4a4`` where each row has its own scale."""
+    """``reference_matmul.linear_w4a4`` and, with ``offs``, of each expert, as far as :func:`quantizes_groups` goes."""
     if _scaled_by_row(weight):
         return reference_matmul.linear_w4a4(x.detach(), weight, bias, activation=activation, input_amax=input_amax)
     rows = x.detach().reshape(-1, x.shape[-1])
@@ -217,7 +232,9 @@ def linear_w4a4(
         return y.view(*x.shape[:-1], weight.shape[-2])
     if activation.recipe is Recipe.ALIGNED:
         ordered = _wants_order(rows, weight, activation, 1, offs)
-        terms, _ = activations.quantize_activation(rows, activation, None, input_amax, None, False, "triton", ordered)
+        groups = offs if shares_units(activation) else None
+        options = activation, None, input_amax, None, False, "triton", ordered, groups
+        terms, _ = activations.quantize_activation(rows, *options)
         y = _multiply(*_pair(terms), weight, bias, None, offs, x.dtype, ordered)
         return y.view(*x.shape[:-1], weight.shape[-2])
     operand, p = _operand(_quantized(rows, activation, input_amax), len(rows))
@@ -236,7 +253,7 @@ def residual_linear(
     mask: Tensor | None,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """``reference_matmul.residual_linear`` and, with ``offs``, ``grouped_residual_linear`` where rows are independent.
+    """``reference_matmul.residual_linear`` and, with ``offs``, of each expert, as far as :func:`quantizes_groups` goes.
 
     Both terms meet each tile of the weight while it is decoded: one pass over the weights.
     """
@@ -250,7 +267,8 @@ def residual_linear(
         return y.view(*x.shape[:-1], weight.shape[-2])
     if activation.recipe is Recipe.ALIGNED:
         ordered = _wants_order(rows, weight, activation, activations.count_of_terms(residual, rows.shape[-1]), offs)
-        options = activation, residual, input_amax, mask, False, "triton", ordered
+        groups = offs if shares_units(activation, residual, mask) else None
+        options = activation, residual, input_amax, mask, False, "triton", ordered, groups
         terms, _ = activations.quantize_activation(rows, *options)
         y = _multiply(*_pair(terms), weight, bias, None, offs, x.dtype, ordered)
         return y.view(*x.shape[:-1], weight.shape[-2])

@@ -14,7 +14,6 @@ from torch import Tensor
 from quads_qat import activations, checks, gemms, library, reference_matmul
 from quads_qat.config import (
     ActivationFormat,
-    ActivationScale,
     Backend,
     Recipe,
     ResidualConfig,
@@ -413,19 +412,26 @@ def grouped_linear_w4a4(
 ) -> Tensor:
     """:func:`linear_w4a4` of each expert with its own rows: arguments as there and in :func:`grouped_linear_w4a16`.
 
-    An activation scale ``per_tensor`` is one for the rows of each expert; on a GPU it makes the host read ``offs``.
+    An activation scale ``per_tensor`` is one for the rows of each expert. With a recipe other than ALIGNED it makes the
+    host read ``offs`` on a GPU.
     """
     activation = activation or ActivationFormat()
     checks.check_grouped_gemm("grouped_linear_w4a4", x, weight, offs)
     checks.check_activation("grouped_linear_w4a4", x, activation, input_amax)
-    per_row = activation.scale is not ActivationScale.PER_TENSOR
-    if per_row and _resolve(backend, x) == "triton":
+    if _resolve(backend, x) == "triton" and _goes_together(x, activation):
         return gemms.linear_w4a4(x, weight, bias, activation, input_amax, offs)
 
     def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
         return linear_w4a4(rows, w, b, activation=activation, input_amax=input_amax, backend=backend)
 
     return reference_matmul.grouped(x, weight, offs, bias, of_expert)
+
+
+def _goes_together(
+    x: Tensor, activation: ActivationFormat, residual: ResidualConfig | None = None, mask: Tensor | None = None
+) -> bool:
+    """Whether one call quantizes the rows of all experts."""
+    return not gemms.shares_units(activation, residual, mask) or gemms.quantizes_groups(x, activation)
 
 
 def grouped_residual_linear(
@@ -442,15 +448,16 @@ def grouped_residual_linear(
 ) -> Tensor:
     """:func:`residual_linear` of each expert with its own rows: arguments as there and in the grouped functions above.
 
-    ``mask`` is [K], or [E, K] with a mask for each expert. Scope ``batch`` ranks the rows of each expert apart; it, a
-    mask for each expert and an activation scale ``per_tensor`` make the host read ``offs`` on a GPU.
+    ``mask`` is [K], or [E, K] with a mask for each expert. Scope ``batch`` ranks the rows of each expert apart. It, a
+    mask for each expert and an activation scale ``per_tensor`` make the host read ``offs`` on a GPU where the recipe of
+    activations is not ALIGNED.
     """
     activation = activation or ActivationFormat()
     checks.check_grouped_gemm("grouped_residual_linear", x, weight, offs)
     checks.check_activation("grouped_residual_linear", x, activation, input_amax)
-    one_mask = mask is None or mask.ndim == 1
-    independent = residual.scope is not ResidualScope.BATCH and activation.scale is not ActivationScale.PER_TENSOR
-    if independent and one_mask and _resolve(backend, x) == "triton":
+    mask = mask if residual.scope is ResidualScope.STATIC else None
+    checks.check_static_mask("grouped_residual_linear", x, residual, mask, len(weight.qdata))
+    if _resolve(backend, x) == "triton" and _goes_together(x, activation, residual, mask):
         return gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask, offs)
 
     def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:

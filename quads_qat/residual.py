@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import adapters, ops, reference_matmul
+from quads_qat import adapters, ops
 from quads_qat.autograd import activation_amax
 from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
 from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop, grouped_forward
@@ -347,8 +347,11 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
             return None
         if residual.scope is not ResidualScope.BATCH or residual.expert_mask is not ExpertMask.BEFORE_DISPATCH:
             return None
+        rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
         amax = getattr(self, f"{self.layout.first[0]}_input_amax")
-        return reference_matmul.residual_mask(residual_rows(hidden_states, self.activation, amax), residual)
+        options = {"input_amax": amax, "return_mask": True}
+        _, mask = ops.quantize_activation(rows, self.activation, residual, **options)
+        return None if mask is None or len(mask) == 0 else mask[0]
 
     def extra_repr(self) -> str:
         """Shapes and formats, for ``print(model)``."""

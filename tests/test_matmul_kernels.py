@@ -378,7 +378,7 @@ def test_activations_are_quantized_in_the_order_that_the_gemm_reads(
     orders, write = [], gemms.activations.quantize_activation
 
     def spy(*arguments):
-        orders.append(arguments[-1])
+        orders.append(arguments[7])
         return write(*arguments)
 
     monkeypatch.setattr(gemms.activations, "quantize_activation", spy)
@@ -407,18 +407,29 @@ def test_grouped_ops_follow_the_reference():
     q = weight(3, 16, 64, dim=(1, 2))
     offs = torch.tensor([2, 2, 7], dtype=torch.int32, device=DEVICE)
     x, bias = noise(7, 64), noise(3, 16, seed=4)
+    batch, static = (ResidualConfig(fraction=0.25, scope=scope) for scope in ("batch", "static"))
+    per_tensor = ActivationFormat(scale=ActivationScale.PER_TENSOR)
     pairs = [
         (ops.grouped_linear_w4a16, {}),
         (ops.grouped_linear_w4a4, {}),
         (ops.grouped_residual_linear, {"residual": ResidualConfig(fraction=0.25)}),
-        (ops.grouped_residual_linear, {"residual": ResidualConfig(fraction=0.25, scope="batch")}),  # pyright: ignore
+        (ops.grouped_residual_linear, {"residual": batch}),
+        (ops.grouped_linear_w4a4, {"activation": per_tensor}),
+        (ops.grouped_residual_linear, {"residual": batch, "activation": per_tensor}),
+        (ops.grouped_residual_linear, {"residual": batch, "activation": ActivationFormat(recipe=Recipe.MODELOPT)}),
+        (ops.grouped_residual_linear, {"residual": static, "mask": torch.arange(64, device=DEVICE) % 4 == 0}),
+        (ops.grouped_residual_linear, {"residual": static, "mask": noise(3, 64, seed=8) > 0.5}),
     ]
     for function, options in pairs:
         y = function(x, q, offs, bias=bias, backend="triton", **options)
         wanted = function(x, q, offs, bias=bias, backend="reference", **options)
-        assert torch.allclose(y.float(), wanted.float(), rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max())), (
-            function
-        )
+        error, largest = (y.float() - wanted.float()).abs(), float(wanted.abs().max())
+        assert (error <= 2.0**-7 * (wanted.float().abs() + largest)).all(), (function, options)
+    for mask in (None, static_mask := torch.ones(2, 64, dtype=torch.bool, device=DEVICE), static_mask.float()[0]):
+        with pytest.raises(
+            ValueError, match=r"grouped_residual_linear: (scope='static' needs a mask|mask must be bool)"
+        ):
+            ops.grouped_residual_linear(x, q, offs, static, mask=mask, backend="triton")
 
 
 # ------------------------------------------------------------------------------------------------------ packed operands

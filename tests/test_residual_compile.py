@@ -19,26 +19,42 @@ from triton.compiler import ASTSource
 
 from quads_qat.kernels import residual, residual_batch, topk
 
-SIZES = dict.fromkeys(["n_blocks", "row_quads", "slices", "n", "rows", "words", "chunks", "k"], "i32")
-ROWS = {"PER_TOKEN": True, "NORM": 0, "N_OF_16": 0, "STORES_FIRST": True, "STORES_MASK": False, "ROW": 256}
+SIZES = dict.fromkeys(["n_blocks", "row_quads", "slices", "n", "rows", "words", "chunks", "k", "groups"], "i32")
+ROWS = {"PER_TOKEN": True, "NORM": 0, "N_OF_16": 0, "STORES_FIRST": True, "STORES_MASK": False, "GROUPS": 0, "ROW": 256}
+
+CHUNKS = {"NORM": 0, "WHOLE_BLOCKS": False, "TILE": 128}
 
 # kernel -> types of its pointers, and its compile-time arguments
 KERNELS = {
     name: (
         residual._rows_kernel,
-        "*bf16 *bf16 *i8 *bf16 *i8",
-        ROWS | {"SELECT": getattr(residual, name).value} | different,
+        "*bf16 *bf16 *i8 *i32 *bf16 *i8",
+        ROWS | {"SELECT": getattr(residual, name.split()[0]).value} | different,
     )
     for name, different in {
         "NONE": {"SHARED": False, "LAYOUT": 1, "TILE": 256},
         "FIXED": {"SHARED": False, "LAYOUT": 2, "TILE": 256, "STORES_FIRST": False},
         "TOKEN": {"SHARED": True, "LAYOUT": 0, "TILE": 64, "STORES_MASK": True},
         "TOKEN_BLOCKS": {"SHARED": False, "LAYOUT": 1, "TILE": 256, "NORM": 2},
+        "FIXED of experts": {"SHARED": False, "LAYOUT": 1, "TILE": 256, "PER_TOKEN": False, "GROUPS": 128},
         "BLOCK": {"SHARED": True, "LAYOUT": 0, "TILE": 64, "N_OF_16": 9, "PER_TOKEN": False},
     }.items()
 } | {
-    "scores of chunks": (residual_batch._chunk_scores_kernel, "*bf16 *bf16 *fp32", {"NORM": 0, "TILE": 128}),
-    "total scores": (residual_batch._total_scores_kernel, "*fp32 *fp32", {"NORM": 1, "TILE": 128}),
+    "scores of chunks": (
+        residual_batch._chunk_scores_kernel,
+        "*bf16 *bf16 *i32 *fp32",
+        CHUNKS | {"IS_RESIDUAL": False, "GROUPS": 0},
+    ),
+    "scores of chunks of experts": (
+        residual_batch._chunk_scores_kernel,
+        "*fp32 *fp32 *i32 *fp32",
+        CHUNKS | {"IS_RESIDUAL": True, "GROUPS": 128},
+    ),
+    "total scores": (
+        residual_batch._total_scores_kernel,
+        "*fp32 *i32 *fp32",
+        {"NORM": 1, "TILE": 128, "GROUPS": 128},
+    ),
     "mask": (residual_batch._mask_kernel, "*fp32 *i8", {"NORM": 0, "WHOLE_BLOCKS": False, "T": 256}),
     "mask of blocks": (residual_batch._mask_kernel, "*fp32 *i8", {"NORM": 2, "WHOLE_BLOCKS": True, "T": 256}),
 }
@@ -56,12 +72,12 @@ def test_kernel_compiles(name: str, architecture: int):
     signature = {a: "constexpr" if a in constants else SIZES.get(a) or next(types) for a in kernel.arg_names}
     assert next(types, None) is None
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(a),): v for a, v in constants.items()})
-    options = {"num_warps": 8, "enable_fp_fusion": name != "scores of chunks"}
+    options = {"num_warps": 8, "enable_fp_fusion": not name.startswith("scores of chunks")}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     ptx = compiled.asm["ptx"]
     assert f".target sm_{architecture}" in ptx
     assert ".ftz" not in ptx, "flushes subnormal numbers, which the reference keeps"
-    if name == "scores of chunks":
+    if name.startswith("scores of chunks"):
         assert "fma.rn.f32" not in ptx, "squares are rounded before they are added"
     if name == "mask":
         assert compiled.metadata.shared <= 4096, "blocks move between threads in each step of the search"

@@ -165,6 +165,79 @@ def test_batch_scope_adds_rows_in_the_contract_s_order(rows: int, norm: str, gra
     assert mask.tolist() == wanted.tolist()
 
 
+# rows of each expert: none, one, exactly a chunk, a chunk and a row
+SOME_ENDS = ([0, 1, 1, 130, 130], [128, 257, 258, 258], [1], [7, 7], [0, 0, 3])
+MANY_ENDS = (*SOME_ENDS, [i * i // 3 for i in range(61)], list(range(1, 130)))
+
+
+def grouped(x: Tensor, ends: list[int], wanted) -> list[Tensor]:
+    """``wanted(rows, expert)`` of each expert that has rows."""
+    starts = [0, *ends[:-1]]
+    return [wanted(x[a:b], e) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+
+
+@pytest.mark.parametrize("ends", MANY_ENDS if CUDA else SOME_ENDS, ids=str)
+@pytest.mark.parametrize(
+    ("norm", "granularity"), [("l2", 1), ("l2", 16), ("l1", 1), ("max", 16)] if CUDA else [("l2", 1), ("max", 16)]
+)
+@pytest.mark.parametrize("is_residual", [False, True])
+def test_batch_scope_ranks_the_rows_of_each_expert_apart(ends: list[int], norm: str, granularity: int, is_residual):
+    k = 512 if CUDA else 32
+    x = noise(4, k, seed=len(ends)).repeat(ends[-1], 1)[: ends[-1]]
+    x[:, ::2] = x[:, 1::2].flip(0)
+    x[0] *= 2.0**-70  # the square of a residual underflows: an expert with this row alone ranks by magnitude
+    config = ResidualConfig(fraction=0.4, scope="batch", norm=norm, granularity=granularity)  # pyright: ignore[reportArgumentType]
+    q1 = reference.fake_quantize(x, tensor_amax=reference.amax(x, dim=-1))
+    r = x.float() - q1.float()
+    arguments = {"n": config.selected(k // granularity), "norm": ("l2", "l1", "max").index(norm)}
+    operands = (r.to(DEVICE), None) if is_residual else (x.to(DEVICE), q1.to(DEVICE))
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    masks = batch_mask(*operands, offs, **arguments, whole_blocks=granularity == 16)
+    assert masks.shape == (len(ends), k)
+    used = [e for e, end in enumerate(ends) if end > ([0, *ends][e])]
+    wanted = grouped(r, ends, lambda rows, _: residual_mask(rows, config))
+    assert masks[used].tolist() == torch.stack(wanted).tolist()
+
+
+TOGETHER = [
+    (dtype, kind, scope, scale)
+    for dtype, kind in (("bfloat16", "normal"), ("bfloat16", "not finite"), ("float32", "blocks"), ("float16", "ties"))
+    for scope in ("batch", "batch in blocks", "batch of all", "token", "static", "none")
+    for scale in ("per_token", "per_tensor")
+]
+FEW_TOGETHER = [case for i, case in enumerate(TOGETHER) if case[2] == "batch" or (case[0] != "float16" and i % 3 == 0)]
+
+
+@pytest.mark.parametrize(("dtype_name", "kind", "scope", "scale"), TOGETHER if CUDA else FEW_TOGETHER)
+def test_experts_are_quantized_together_as_each_by_itself(dtype_name: str, kind: str, scope: str, scale: str):
+    ends, k = ([200, 200, 201, 1000], 2048) if CUDA else ([2, 2, 3, 6], 64)
+    x = noise(ends[-1], k, kind).to(getattr(torch, dtype_name))
+    x[: ends[0]] *= 4  # scales differ between experts
+    mask = torch.rand(len(ends), k, generator=torch.Generator().manual_seed(1)) < 0.3 if scope == "static" else None
+    residual = {
+        "batch": ResidualConfig(fraction=0.3, scope="batch"),
+        "batch in blocks": ResidualConfig(fraction=0.5, scope="batch", granularity=16),
+        "batch of all": ResidualConfig(fraction=1.0, scope="batch"),
+        "token": ResidualConfig(fraction=0.3),
+        "static": ResidualConfig(fraction=0.3, scope="static"),
+        "none": None,
+    }[scope]
+    activation = ActivationFormat(scale=ActivationScale(scale))
+
+    def of_expert(rows: Tensor, expert: int) -> Tensor:
+        own = None if mask is None else mask[expert]
+        return activations.quantize_activation(rows, activation, residual, None, own, False, "reference")[0]
+
+    wanted = torch.cat(grouped(x, ends, of_expert), 1)
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    own = None if mask is None else mask.to(DEVICE)
+    for ordered in (False, True):
+        options = activation, residual, None, own, False, "triton", ordered, offs
+        terms, _ = activations.quantize_activation(x.to(DEVICE), *options)
+        expected = activations._in_tensor_core_order(wanted) if ordered else wanted
+        assert_same_bits(terms, expected.to(DEVICE), f"ordered: {ordered}")
+
+
 @pytest.mark.parametrize("select", ["NONE", "FIXED", "TOKEN", "TOKEN_BLOCKS", "BLOCK"])
 @pytest.mark.parametrize(("tile", "layout"), [(2, 0), (4, 1)] if CUDA else [(4, 1)])
 def test_programs_that_share_a_row_give_the_bits_of_one(select: str, tile: int, layout: int):

@@ -27,6 +27,8 @@ CONFIGS = {
     "token": {"residual": qq.ResidualConfig(scope="token")},
     "block": {"residual": qq.ResidualConfig(scope="block")},
     "batch": {"residual": qq.ResidualConfig(scope="batch")},
+    "before dispatch": {"residual": qq.ResidualConfig(scope="batch", expert_mask="before_dispatch")},
+    "per tensor": {"residual": qq.ResidualConfig(scope="batch"), "activation_scale": "per_tensor"},
 }
 
 
@@ -62,12 +64,13 @@ def test_experts_on_a_gpu_give_what_they_give_on_a_cpu(arch: str, name: str):
     assert (got.float() - wanted.float()).abs().max() <= bound(wanted)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a4", "token", "block"])
-def test_a_forward_reads_no_value_from_the_gpu(name: str):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_forward_reads_no_value_from_the_gpu(name: str, dtype: torch.dtype):
     _, model = rollouts("qwen3_moe", CONFIGS[name])
     experts = next(m for m in model.modules() if isinstance(m, ResidualCompensatedExperts))
-    x = torch.randn(4, 64, device="cuda").bfloat16()
-    index, weights = torch.tensor([[0, 1]] * 4, device="cuda"), torch.full((4, 2), 0.5, device="cuda").bfloat16()
+    x = torch.randn(4, 64, device="cuda").to(dtype)
+    index, weights = torch.tensor([[0, 1]] * 4, device="cuda"), torch.full((4, 2), 0.5, device="cuda").to(dtype)
     experts(x, index, weights)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -46,11 +46,6 @@ class Arm:
         """The one in which weights are synced."""
         return Dialect.COMPRESSED_TENSORS if self.recipe is Recipe.LLM_COMPRESSOR else Dialect.MODELOPT
 
-    @property
-    def reads_values(self) -> bool:
-        """Whether the host waits for values inside a forward of the rollout, which then is no CUDA graph."""
-        return self.rollout is not None and self.rollout.scope in (ResidualScope.BATCH, ResidualScope.STATIC)
-
 
 MAIN = (
     Arm(name="bf16", trainer=None, rollout=None),

@@ -36,7 +36,7 @@ class Settings:
         every: steps between two evaluations on held-out questions, and between two calibrations.
         device: ``cpu`` or ``cuda``.
         split: the rollout on the GPU after the trainer's.
-        graphs: sample through a CUDA graph where the rollout allows it.
+        graphs: sample through a CUDA graph, on a GPU.
         masters: sync BF16 weights, quantized on arrival, which waits for the GPU less often; else packed ones.
     """
 
@@ -187,7 +187,7 @@ class Loop:
         self.pair = Pair.of(arm, settings.model, self.device, settings.masters, self.rollout_device)
         self.optimizer = Optimizer(self.pair.trainer, settings.lr * arm.rate, settings.grad_clip)
         self.training, self.held_out = all_questions(self.device)
-        graph = settings.graphs and self.device.type == "cuda" and not arm.reads_values
+        graph = settings.graphs and self.device.type == "cuda"
         self.sampler, self.asked = Sampler(self.pair.rollout, graph), Sampler(self.pair.trainer)
         self.generator = torch.Generator().manual_seed(seed)
         self.clock = _Clock(self.device)

@@ -27,21 +27,7 @@ from quads_qat.kernels.decode import (
     stride_between,
     wide_weights,
 )
-
-
-@triton.jit
-def _group_of(tile, ends_ptr, groups, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(group, first row, end of the group's rows) of a tile of up to COLUMNS rows; no rows after the last tile."""
-    group = tl.arange(0, GROUPS)
-    valid = group < groups
-    end = tl.load(ends_ptr + group, mask=valid, other=0)
-    start = tl.load(ends_ptr + group - 1, mask=valid & (group > 0), other=0)
-    tiles = tl.where(valid, (end - start + (COLUMNS - 1)) // COLUMNS, 0)
-    upto = tl.cumsum(tiles, 0)
-    chosen = tl.sum((upto <= tile).to(tl.int32), 0)  # all tiles of these groups come before
-    this = group == chosen
-    first = tl.sum(tl.where(this, start + (tile - upto + tiles) * COLUMNS, 0), 0)
-    return chosen, first, tl.sum(tl.where(this, end, 0), 0)
+from quads_qat.kernels.groups import group_of_tile
 
 
 @triton.jit
@@ -106,7 +92,7 @@ def narrow_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        group, first, end = _group_of(tl.program_id(1), ends_ptr, groups, GROUPS, HALF)
+        group, first, end = group_of_tile(tl.program_id(1), ends_ptr, groups, GROUPS, HALF)
         if group >= groups:
             return
         start = group.to(tl.int64) * n * blocks
@@ -216,7 +202,7 @@ def wide_kernel(
     row_tiles = tl.cdiv(n, ROWS)
     end = m
     if GROUPS > 0:
-        group, first, end = _group_of(tile_id // row_tiles, ends_ptr, groups, GROUPS, HEIGHT)
+        group, first, end = group_of_tile(tile_id // row_tiles, ends_ptr, groups, GROUPS, HEIGHT)
         if group >= groups:
             return
         weight_tile = tile_id % row_tiles

@@ -22,6 +22,7 @@ from torch import Tensor
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.kernels import numerics as num
 from quads_qat.kernels import topk
+from quads_qat.kernels.groups import group_of_row
 from quads_qat.kernels.pairs import HIGH, halves
 from quads_qat.kernels.two_steps import first_step, largest_bits, row_scale, second_step
 
@@ -175,17 +176,19 @@ def _channels_of_block(rest, N: tl.constexpr):
 # -------------------------------------------------------------------------------------------------------------- kernel
 
 
-@triton.jit(do_not_specialize=["row_quads", "slices", "n"])
+@triton.jit(do_not_specialize=["row_quads", "slices", "n", "groups"])
 def _rows_kernel(
     x_ptr,
     amax_ptr,
     mask_ptr,
+    ends_ptr,
     terms_ptr,
     kept_ptr,
     n_blocks,
     row_quads,
     slices,
     n,
+    groups,
     PER_TOKEN: tl.constexpr,
     SELECT: tl.constexpr,
     NORM: tl.constexpr,
@@ -195,6 +198,7 @@ def _rows_kernel(
     STORES_MASK: tl.constexpr,
     SHARED: tl.constexpr,
     LAYOUT: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROW: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -217,6 +221,10 @@ def _rows_kernel(
         row = x
         row_largest = largest
     top = tl.max(row_largest, 0)
+    if GROUPS > 0:
+        group = group_of_row(row_index, ends_ptr, groups, GROUPS)
+        amax_ptr += group
+        mask_ptr += group.to(tl.int64) * (n_blocks * 16)
     if PER_TOKEN:
         p = row_scale(row, top)
     else:
@@ -286,6 +294,7 @@ def rows(
     n: int = 0,
     norm: int = 0,
     mask: Tensor | None = None,
+    ends: Tensor | None = None,
     terms: Tensor | None = None,
     stores_first: bool = True,
     return_mask: bool = False,
@@ -296,11 +305,12 @@ def rows(
 
     Args:
         x: its rows are runs that begin at multiples of 16 bytes.
-        amax: [] of the tensor; None: each row's own.
+        amax: [] of the tensor, [G] with ``ends``; None: each row's own.
         select: NONE, ALL, FIXED, TOKEN, TOKEN_BLOCKS or BLOCK.
         n: how many units are selected, fewer than there are.
         norm: L2, L1 or MAX, for TOKEN_BLOCKS.
-        mask: [K] bool, contiguous, for FIXED.
+        mask: [K] bool, [G, K] with ``ends``, contiguous, for FIXED.
+        ends: [G] int32, the row after each group's last; None: all rows are one group.
         terms: where to write.
         stores_first: False where terms[0] is there already.
         return_mask: also return what was selected, [M, K] bool.
@@ -321,12 +331,14 @@ def rows(
         x,
         x if amax is None else amax,
         x if mask is None else mask.view(torch.int8),
+        x if ends is None else ends,
         terms,
         x if kept is None else kept.view(torch.int8),
         n_blocks,
         x.stride(0) // 8,
         slices,
         n,
+        1 if ends is None else len(ends),
         PER_TOKEN=amax is None,
         SELECT=select,
         NORM=norm,
@@ -336,6 +348,7 @@ def rows(
         STORES_MASK=return_mask,
         SHARED=slices > 1,
         LAYOUT=ORDERED.value if ordered else layout,
+        GROUPS=0 if ends is None else triton.next_power_of_2(len(ends)),
         ROW=row,
         TILE=min(tile, row),
         num_warps=warps,
