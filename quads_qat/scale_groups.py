@@ -117,8 +117,15 @@ class ScaleGroup:
 
         Raises:
             RuntimeError: a member is sharded while another is whole: they sit in different FSDP units; or DeepSpeed
-                shards parameters (ZeRO-3).
+                shards parameters (ZeRO-3); or a weight is no parameter any more (a parametrization).
         """
+        for module, parameter, name in self.members:
+            if parameter not in module._parameters:
+                raise RuntimeError(
+                    f"{name} is no parameter of its module any more (as under torch.nn.utils.parametrize, PEFT's "
+                    "target_parameters, or FSDP1's flat parameters), so what replaced it would not be quantized; adapt "
+                    "linears with target_modules, shard with FSDP2, or exclude the module from quantization"
+                )
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
         if is_zero3(weights[0]):
             raise RuntimeError(f"{self.members[0][2]} {ZERO3}")

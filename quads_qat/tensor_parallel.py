@@ -23,8 +23,9 @@ def check_tp(model: nn.Module, tp: int, *, plan: Mapping[str, str] | None = None
     Args:
         model: converted or not; shapes and names are read, so the meta device will do.
         tp: ranks that share a layer.
-        plan: module name, with ``*`` for an index, -> style, as in transformers' ``base_model_tp_plan``. None: the
-            model's own plan, else the usual one (the output projections of attention and MLP are ``rowwise``).
+        plan: name of a linear or of a 3-D parameter, with ``*`` for an index, -> style, as in transformers'
+            ``base_model_tp_plan``; what it does not name is whole. None: the model's own plan, and where that names
+            nothing, what engines do (the output projections of attention and MLP are ``rowwise``).
 
     Raises:
         ValueError: tp < 1, or nothing to quantize in the model.
@@ -35,21 +36,23 @@ def check_tp(model: nn.Module, tp: int, *, plan: Mapping[str, str] | None = None
     if tp < 1:
         raise ValueError(f"check_tp: tp must be at least 1, got {tp}; pass the number of ranks that share a layer")
     converted = any(STATE in module.__dict__ for module in model.modules())
-    conversion = conversion_of(model, "check_tp")[1] if converted else select(model)
-    plan = plan or getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+    root, conversion = conversion_of(model, "check_tp") if converted else (model, select(model))
+    own = getattr(root, "_tp_plan", None) or getattr(root, "tp_plan", None) or {}
     problems = []
     for name, weight in conversion.weights.items():
-        if not _is_rowwise(weight, plan):
+        if not (_cuts_k(weight, own, default=True) if plan is None else _cuts_k(weight, plan, default=False)):
             continue
-        parameter = model.get_parameter(name)
+        parameter = root.get_parameter(name)
         problem = cut_by(parameter.shape[-2 if weight.format.transposed else -1], tp)
         if problem:
             problems.append(f"{name}: {problem}")
     return problems
 
 
-def _is_rowwise(weight: Weight, plan: Mapping[str, str] | None) -> bool:
+def _cuts_k(weight: Weight, plan: Mapping[str, str], *, default: bool) -> bool:
+    """Whether ``plan`` cuts a weight along K; ``default``: as engines do if it does not name the weight."""
     of_parameter = weight.module if weight.parameter == "weight" else weight.name
-    if plan:
-        return any("rowwise" in style for pattern, style in plan.items() if fnmatch(of_parameter, pattern))
-    return of_parameter.rpartition(".")[2] in _ROWWISE_LEAVES
+    styles = [style for pattern, style in plan.items() if fnmatch(of_parameter, pattern)]
+    if styles:  # of stored dims: rowwise the last, colwise the one before
+        return any(("colwise" if weight.format.transposed else "rowwise") in style for style in styles)
+    return default and of_parameter.rpartition(".")[2] in _ROWWISE_LEAVES

@@ -34,6 +34,7 @@ from quads_qat import adapters, autograd
 from quads_qat.adapters import Factors
 from quads_qat.config import Mode
 from quads_qat.conversion import STATE, Conversion, conversion_of
+from quads_qat.experts import W4A16Experts
 from quads_qat.linear import W4A16Linear
 from quads_qat.residual import ResidualCompensatedLinear
 
@@ -221,6 +222,12 @@ def quantize_merged(model: M) -> M:
         for name, m in model.named_modules()
         if type(m) is LoraLinear and isinstance(m.base_layer, W4A16Linear)
     ]
+    for name, m in model.named_modules():
+        if isinstance(m, BaseTunerLayer) and isinstance(m.get_base_layer(), W4A16Experts):  # pyright: ignore
+            raise ValueError(
+                f"quantize_merged: {name} adapts fused experts (target_parameters), which is not supported; adapt "
+                "linears with target_modules, or exclude the experts from quantization"
+            )
     for name, layer in plain:
         _require_mergeable(name, layer)
     for _, layer in plain:
