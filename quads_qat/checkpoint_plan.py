@@ -7,7 +7,7 @@ selection of ``convert``; there is no second set of naming rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,6 +179,30 @@ def cut(t: Tensor, expert: int | None, rows: slice | None) -> Tensor:
     """Rows of one expert of [(E,) N, *]: a view."""
     t = t if expert is None else t[expert]
     return t if rows is None else t[..., rows, :]
+
+
+def source_tensor(parts: list[DiskWeight], shape: Sequence[int], decode: Callable[[DiskWeight], Tensor]) -> Tensor:
+    """The BF16 tensor on disk that ``parts`` of one parameter make up.
+
+    Args:
+        parts: all of one ``source``.
+        shape: [(E,) N, K] of the parameter, blocks along the last dim.
+        decode: gives [(E,) N, K] of a part.
+    """
+    first, value = parts[0], None
+    if len(parts) == 1 and first.source_expert is None and first.source_rows is None:
+        value = decode(first)
+        return value.mT if first.source_transposed else value
+    for disk in parts:
+        decoded = decode(disk)
+        if value is None:
+            n, k = decoded.shape
+            n = n if disk.source_rows is None else shape[-2]
+            stacked = [] if disk.source_expert is None else [1 + max(d.source_expert or 0 for d in parts)]
+            value = decoded.new_empty(*stacked, n, k)
+        cut(value, disk.source_expert, disk.source_rows).copy_(decoded)
+    assert value is not None
+    return value.mT if first.source_transposed else value
 
 
 def layer_of(name: str) -> str:

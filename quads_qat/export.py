@@ -73,7 +73,8 @@ def export_checkpoint(
         ValueError: as :func:`~quads_qat.weight_stream.export_weights`; ``path`` exists; the disk is full. Nothing
             half-written stays.
     """
-    root, conversion, dialect = prepare(model, dialect, "export_checkpoint")
+    dialect = Dialect(dialect)
+    root, conversion, _ = prepare(model, dialect, "export_checkpoint")
     warn_before_start(conversion, "export_checkpoint")
     contract = contract_of_export(conversion, activations, residual, activation_scale)
     config = _config_of(root, source, next(iter(conversion.weights.values())).format.export_dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, engine_limits, names, ops
-from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_plan
+from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_plan, source_tensor
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
 from quads_qat.export import ignored_modules
@@ -234,23 +234,13 @@ def _decoded(
     checkpoint: Checkpoint, model: nn.Module, name: str, parts: list[DiskWeight], dtype: torch.dtype
 ) -> Iterator[Piece]:
     """The BF16 tensor on disk that ``parts`` make up."""
-    first, parameter = parts[0], model.get_parameter(parts[0].weight.name)
-    if len(parts) == 1 and first.source_expert is None and first.source_rows is None:
-        value = ops.dequantize(read_part(checkpoint, parameter, first), dtype)
-        yield name, 0, value.mT if first.source_transposed else value
-        return
-    value = None
-    for disk in parts:
-        decoded = ops.dequantize(read_part(checkpoint, parameter, disk), dtype)
-        if value is None:
-            n, k = decoded.shape
-            if disk.source_rows is not None:
-                n = parameter.shape[-1 if disk.weight.format.transposed else -2]
-            stacked = [] if disk.source_expert is None else [1 + max(d.source_expert or 0 for d in parts)]
-            value = torch.empty(*stacked, n, k, dtype=dtype)
-        cut(value, disk.source_expert, disk.source_rows).copy_(decoded)
-    assert value is not None
-    yield name, 0, value.mT if first.source_transposed else value
+    parameter = model.get_parameter(parts[0].weight.name)
+    shape = (parameter.mT if parts[0].weight.format.transposed else parameter).shape
+    yield (
+        name,
+        0,
+        source_tensor(parts, shape, lambda disk: ops.dequantize(read_part(checkpoint, parameter, disk), dtype)),
+    )
 
 
 def _decoded_alone(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Piece]:

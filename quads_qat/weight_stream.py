@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import dialects, names, ops
-from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, export_plan, layer_of, natural_order
+from quads_qat.checkpoint_plan import (
+    DiskWeight,
+    Plan,
+    SplitBias,
+    export_plan,
+    layer_of,
+    natural_order,
+    source_tensor,
+)
 from quads_qat.config import Dialect, Mode
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_same_modules, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_weight
@@ -22,6 +30,9 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key, whole
 
 ActivationScales = str | Mapping[str, Any]
+
+DEQUANTIZED = "dequantized"
+"""In the place of a dialect: the weights that codes decode to, for engines that run BF16."""
 
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 """Scales of a quantized KV cache, which engines take from the checkpoint as they are."""
@@ -39,7 +50,8 @@ def export_weights(
 
     Args:
         model: converted to w4a16 or w4a4; read anew at every call.
-        dialect: ``modelopt`` or ``compressed-tensors``.
+        dialect: ``modelopt`` or ``compressed-tensors``; or ``dequantized``, for engines that run BF16: the weights that
+            codes decode to, in BF16 (fp16 for a model in fp16), under the names of the original checkpoint.
         activations: ``none`` (a W4A16 checkpoint), ``observed`` (W4A4, from ``observe_activations``), or a mapping from
             tensor names on disk (``...q_proj.input_scale``, also ``...k_proj.k_scale``) to what the dialect stores.
         group_by: ``layer``: all tensors of a layer follow each other.
@@ -47,24 +59,25 @@ def export_weights(
             parallelism) are gathered one by one, so every rank must exhaust its iterator.
 
     Yields:
-        Fresh tensors on the model's device; at most one parameter's codes more than the model are in memory.
+        Fresh tensors on the model's device; at most one parameter's codes more than the model are in memory (and the
+        tensor that comes, where dequantized).
 
     Raises:
         ValueError: an unconverted or rollout model, meta weights, NaN or inf in a weight, a recipe that the dialect
             cannot carry, missing observations. Raised at the call, before the first tensor, wherever possible.
     """
-    root, conversion, dialect = prepare(model, dialect, "export_weights")
     if group_by != "layer":
         raise ValueError(f"export_weights: group_by must be 'layer', got {group_by!r}")
+    root, conversion, chosen = prepare(model, dialect, "export_weights")
     warn_before_start(conversion, "export_weights")
-    return weights_of(root, conversion, dialect, activations, ranks)
+    return weights_of(root, conversion, chosen, activations, ranks)
 
 
 def weights_of(
-    root: nn.Module, conversion: Conversion, dialect: Dialect, activations: ActivationScales, ranks: str | int
+    root: nn.Module, conversion: Conversion, dialect: Dialect | None, activations: ActivationScales, ranks: str | int
 ) -> Iterator[tuple[str, Tensor]]:
     """:func:`export_weights` of what :func:`prepare` found."""
-    plan = export_plan(root, conversion, dialect)
+    plan = export_plan(root, conversion, dialect or Dialect.MODELOPT)
     scales = input_scales(plan, conversion, dialect, activations)
     if ranks != "all" and not isinstance(ranks, int):
         raise ValueError(f"export_weights: ranks must be 'all' or the number of a rank, got {ranks!r}")
@@ -104,18 +117,16 @@ def export_metadata(
 
     It refuses what export would refuse, values aside: call it after ``convert`` and before a long run.
     """
-    root, conversion, dialect = prepare(model, dialect, "export_metadata")
-    plan = export_plan(root, conversion, dialect)
-    scales = input_scales(plan, conversion, dialect, activations)
+    root, conversion, chosen = prepare(model, dialect, "export_metadata")
+    plan = export_plan(root, conversion, chosen or Dialect.MODELOPT)
+    scales = input_scales(plan, conversion, chosen, activations)
+    rest = rest_in_memory(root, conversion)
     source = _Source(
         lambda weight: empty_quantized(root.get_parameter(weight.name).shape, weight),
-        {
-            n: (torch.empty(t.shape, dtype=t.dtype, device="meta"), d)
-            for n, (t, d) in rest_in_memory(root, conversion).items()
-        },
+        {n: (torch.empty(t.shape, dtype=t.dtype, device="meta"), dtype) for n, (t, dtype) in rest.items()},
         {name: torch.empty_like(s, device="meta") for name, s in scales.items()},
     )
-    return [(name, t.dtype, tuple(t.shape)) for name, t in _stream(root, plan, dialect, source)]
+    return [(name, t.dtype, tuple(t.shape)) for name, t in _stream(root, plan, chosen, source)]
 
 
 def export_rest(root: nn.Module, conversion: Conversion, plan: Plan) -> Iterator[tuple[str, Tensor]]:
@@ -125,22 +136,23 @@ def export_rest(root: nn.Module, conversion: Conversion, plan: Plan) -> Iterator
         yield from _rest_of_layer(root, {name: rest[name] for name in layer}, biases)
 
 
-def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Module, Conversion, Dialect]:
-    """The converted module, its record and the dialect, if it can be exported."""
-    dialect = Dialect(dialect)
+def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Module, Conversion, Dialect | None]:
+    """The converted module, its record and the dialect (None: dequantized), if it can be exported."""
+    chosen = None if dialect == DEQUANTIZED else Dialect(dialect)
     root, conversion = conversion_of(model, who)
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError(
             f"{who}: a rollout model holds packed weights only; export the trainer model that it came from"
         )
-    dialects.check_recipe(conversion.recipe, dialect)
+    if chosen is not None:
+        dialects.check_recipe(conversion.recipe, chosen)
     require_unwrapped(root, who)
     require_same_modules(root, conversion, who)
     _refuse_two_names(root, conversion, who)
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{who}: {name} is on the meta device and has no values; load the weights first")
-    return root, conversion, dialect
+    return root, conversion, chosen
 
 
 def warn_before_start(conversion: Conversion, who: str) -> None:
@@ -177,21 +189,37 @@ class _Source:
     scales: dict[str, Tensor]
 
 
-def _stream(root: nn.Module, plan: Plan, dialect: Dialect, source: _Source) -> Iterator[tuple[str, Tensor]]:
+def _stream(root: nn.Module, plan: Plan, dialect: Dialect | None, source: _Source) -> Iterator[tuple[str, Tensor]]:
+    """``dialect`` None: the original checkpoint's tensors, decoded; any plan will do."""
     parts: dict[str, list[DiskWeight]] = {}
     for disk in plan.weights:
         parts.setdefault(disk.weight.name, []).append(disk)
-    extra = cache_scales(plan, dialect, source.scales)
-    biases = _biases_by_source(plan)
+    extra = {} if dialect is None else cache_scales(plan, dialect, source.scales)
+    biases = {} if dialect is None else _biases_by_source(plan)
     for layer in by_layer([*parts, *source.rest, *extra]).values():
         for parameter in (name for name in layer if name in parts):
             q = source.quantize(parts[parameter][0].weight)
             _require_decodable(parts[parameter][0], q, dialect)
-            for disk in parts[parameter]:
-                yield from _tensors(disk, disk.of_parameter(q), dialect, source.scales)
+            if dialect is None:
+                yield from _decoded(parts[parameter], q)
+            else:
+                for disk in parts[parameter]:
+                    yield from _tensors(disk, disk.of_parameter(q), dialect, source.scales)
             del q
         yield from _rest_of_layer(root, {n: source.rest[n] for n in layer if n in source.rest}, biases)
         yield from ((name, extra[name].clone()) for name in layer if name in extra)
+
+
+def _decoded(parts: list[DiskWeight], q: NVFP4Tensor) -> Iterator[tuple[str, Tensor]]:
+    """One parameter as it is in a BF16 checkpoint: what its codes decode to, one tensor at a time."""
+    by_source: dict[str, list[DiskWeight]] = {}
+    for disk in parts:
+        by_source.setdefault(disk.source, []).append(disk)
+    dtype = parts[0].weight.format.export_dtype
+    for source, disks in by_source.items():
+        value = source_tensor(disks, q.shape, lambda disk: ops.dequantize(disk.of_parameter(q), dtype))
+        yield source, value.contiguous()
+        del value
 
 
 def emit(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect, scales: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -209,11 +237,14 @@ def _tensors(
         yield input_scale, scales[input_scale].clone()
 
 
-def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect) -> None:
+def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect | None) -> None:
     """Refuse a weight, or a stack of them of which ``disk`` is one, that engines could not decode to finite numbers."""
     if q.qdata.is_meta:
         return
-    scales = dialects.stored(q.per_tensor_scale, q.stored_scale, q.recipe, dialect).flatten()
+    stored = q.per_tensor_scale
+    if dialect is not None:
+        stored = dialects.stored(stored, q.stored_scale, q.recipe, dialect)
+    scales = stored.flatten()
     if not bool((torch.isfinite(scales) & (scales > 0)).all()):
         worst = next(scale for scale in scales.tolist() if not 0 < scale < float("inf"))
         raise ValueError(
@@ -288,7 +319,7 @@ def _rest_of_layer(
 
 
 def input_scales(
-    plan: Plan, conversion: Conversion, dialect: Dialect, activations: ActivationScales
+    plan: Plan, conversion: Conversion, dialect: Dialect | None, activations: ActivationScales
 ) -> dict[str, Tensor]:
     """Activation scales by tensor name on disk, as the dialect stores them.
 
@@ -296,6 +327,13 @@ def input_scales(
         ValueError: an activation group that was not observed; a mapping that lacks a weight, names something else, or
             holds a value that is no finite number > 0.
     """
+    if dialect is None:
+        if activations == "none":
+            return {}
+        raise ValueError(
+            f"export: dequantized weights come without activation scales, got activations={activations!r}; leave it "
+            "out, or name a dialect"
+        )
     if isinstance(activations, Mapping):
         return _given_scales(plan, dialect, activations)
     if activations == "none":

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from twins import plain_twin
 
 import quads_qat as qq
 from quads_qat import Dialect, Recipe
@@ -166,16 +167,60 @@ def test_fp32_masters_are_cast_first(dialect: Dialect) -> None:
     assert {t.dtype for n, t in streams[0].items() if "norm" in n or "embed" in n} == {torch.bfloat16}
 
 
-def test_fp16_that_decodes_to_inf_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "llama4", "nemotron_h", "qwen3_5_moe"])
+def test_dequantized_weights_have_the_original_names(arch: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What save_pretrained writes of a plain model with the weights that this one multiplies by."""
+    model = qq.convert(tiny_model(arch, dtype=dtype), "w4a16")
+    twin = plain_twin(model)
+    (twin if dtype == torch.bfloat16 else twin.bfloat16()).save_pretrained(tmp_path)  # pyright: ignore
+    stream = list(qq.export_weights(model, "dequantized"))
+    expected = tensors(tmp_path)
+    if dtype == torch.float32:  # which some models keep of some weights
+        kept = {name: tensor for name, tensor in stream if tensor.dtype == dtype}
+        assert all(torch.equal(tensor.bfloat16(), expected.pop(name)) for name, tensor in kept.items())
+        stream = [(name, tensor) for name, tensor in stream if name not in kept]
+    assert_same_tensors(dict(stream), expected)
+    assert len(stream) == len(dict(stream))
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_dequantized_weights_come_like_packed_ones(arch: str) -> None:
+    """Announced, layer by layer, fresh, of the weights as they are now."""
+    model = qq.convert(tiny_model(arch), "w4a16", recipe=Recipe.TRANSFORMER_ENGINE)  # which no dialect carries
+    first = [(name, tensor.clone()) for name, tensor in qq.export_weights(model, "dequantized")]
+    assert qq.export_metadata(model, "dequantized") == [(n, t.dtype, tuple(t.shape)) for n, t in first]
+    layers = [int(found[1]) if (found := re.match(r"model\.layers\.(\d+)\.", n)) else -1 for n, _ in first]
+    assert layers == sorted(layers)
+    for _, tensor in qq.export_weights(model, "dequantized"):
+        assert tensor.is_contiguous()
+        tensor.fill_(7)
+    assert_same_tensors(dict(qq.export_weights(model, "dequantized")), dict(first))
+    back = qq.unbucketed(qq.bucketed(qq.export_weights(model, "dequantized"), 4096))
+    assert_same_tensors(dict(back), dict(first))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-2)
+    assert all(torch.equal(t, -2 * dict(first)[n]) for n, t in qq.export_weights(model, "dequantized"))
+
+
+def test_dequantized_weights_have_no_activation_scales() -> None:
+    for export in (qq.export_weights, qq.export_metadata):
+        with pytest.raises(ValueError, match="dequantized weights come without activation scales, got .*'observed'"):
+            export(shared(), "dequantized", activations="observed")
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "dequantized"])
+def test_fp16_that_decodes_to_inf_is_refused(dialect: str) -> None:
     model = trainer("qwen3", torch.float16)
     weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     with torch.no_grad():
         weight[3, 5] = 60000
-    assert dict(qq.export_weights(model, "modelopt"))
+    assert dict(qq.export_weights(model, dialect))
     with torch.no_grad():
         weight[3, 5] = 65504
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight: fp16 .* decode to inf .*; clip them"):
-        list(qq.export_weights(model, "modelopt"))
+        list(qq.export_weights(model, dialect))
 
 
 # Activation scales.

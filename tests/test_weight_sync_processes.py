@@ -104,7 +104,7 @@ fresh = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a4_residual").state_dict(
 for kind in ("fsdp", "tp"):
     model = sharded(kind)
     assert all(hasattr(p, "placements") for p in model.parameters()), kind
-    for dialect in ("modelopt", "compressed-tensors"):
+    for dialect in ("modelopt", "compressed-tensors", "dequantized"):
         whole = dict(qq.export_weights(plain, dialect))
         assert qq.export_metadata(model, dialect) == [(n, t.dtype, tuple(t.shape)) for n, t in whole.items()]
         assert same(qq.export_weights(model, dialect), whole), kind
@@ -267,6 +267,17 @@ def test_a_sync_takes_one_layer_and_one_bucket(dialect: str):
         qq.update_weights(rollout, qq.unbucketed(buckets(stream)))
     assert receiver.peak <= layer + sender.peak + layer // 8, (receiver.peak, layer, sender.peak)
     assert (sender.now, receiver.now) == (0, 0)
+
+
+def test_dequantized_weights_take_one_layer_too():
+    trainer = qq.convert(big_layers(1), "w4a16")
+    layer = layer_bytes(qq.export_weights(trainer, "dequantized"))
+    stream = qq.export_weights(trainer, "dequantized")
+    with Memory() as memory:
+        for item in qq.bucketed(stream, BUCKET):
+            del item
+    assert memory.peak <= layer + BUCKET, (memory.peak, layer)
+    assert memory.now == 0
 
 
 def test_masters_take_one_layer_too():
