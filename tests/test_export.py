@@ -206,7 +206,7 @@ def test_dequantized_weights_come_like_packed_ones(arch: str) -> None:
 
 def test_dequantized_weights_have_no_activation_scales() -> None:
     for export in (qq.export_weights, qq.export_metadata):
-        with pytest.raises(ValueError, match="dequantized weights come without activation scales, got .*'observed'"):
+        with pytest.raises(ValueError, match=r"dequantized weights come without activation scales, got .*'observed'"):
             export(shared(), "dequantized", activations="observed")
 
 
