@@ -236,11 +236,11 @@ def _decoded(
     """The BF16 tensor on disk that ``parts`` make up."""
     parameter = model.get_parameter(parts[0].weight.name)
     shape = (parameter.mT if parts[0].weight.format.transposed else parameter).shape
-    yield (
-        name,
-        0,
-        source_tensor(parts, shape, lambda disk: ops.dequantize(read_part(checkpoint, parameter, disk), dtype)),
-    )
+
+    def decode(disk: DiskWeight) -> Tensor:
+        return ops.dequantize(read_part(checkpoint, parameter, disk), dtype)
+
+    yield name, 0, source_tensor(parts, shape, decode)
 
 
 def _decoded_alone(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Piece]:
