@@ -169,11 +169,44 @@ def ddp(rank: int, world: int) -> None:
     assert_trained_alike(model, losses, rank, expected, expected_run(expected, world))
 
 
+def gradients_to_a_bound(rank: int, world: int, *, shard: bool) -> None:
+    """More than two ranks are added up in an order of the engine's own; from equal gradients on, bytes are equal.
+
+    ``world`` - 1 additions and an exact division: less than ``world`` roundings of 2**-24 of the mean magnitude.
+    """
+    expected, model = qwen(), qwen()
+    for layer in model.model.layers if shard else ():
+        fully_shard(layer)
+    wrapped = fully_shard(model) if shard else DistributedDataParallel(model)
+    optimizer, whole_optimizer = optimizer_of(model), optimizer_of(expected)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, batches(rank, step)[0])
+        loss.backward()
+        each = []
+        for r in range(world):
+            expected.zero_grad()
+            single = loss_of(expected, batches(r, step)[0])
+            single.backward()
+            assert r != rank or torch.equal(loss, single)
+            each.append([p.grad.double() for p in expected.parameters()])
+        for p, q, *grads in zip(model.parameters(), expected.parameters(), *each, strict=True):
+            got = p.grad.full_tensor() if shard else p.grad
+            size = sum(g.abs() for g in grads) / world
+            assert size.any()
+            assert ((got - sum(grads) / world).abs() <= world * 2.0**-24 * size).all()
+            q.grad = got.clone()
+        optimizer.step()
+        whole_optimizer.step()
+    got, wanted = exported(model), exported(expected)
+    assert all(torch.equal(got[name], t) for name, t in wanted.items())
+
+
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(64, 96, bias=False), nn.Linear(64, 96)
-        self.down_proj = nn.Linear(96, 64)
+        self.gate_proj, self.up_proj = nn.Linear(64, 128, bias=False), nn.Linear(64, 128)
+        self.down_proj = nn.Linear(128, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -219,7 +252,7 @@ def tensor_parallel(rank: int, world: int) -> None:
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
-    """Two layers, K <= 96: fewer than 2**9 roundings of 2**-24 stand between the two, relative to the largest value."""
+    """Two layers, K <= 128: fewer than 2**9 roundings of 2**-24 stand between the two, of the largest value."""
     assert (got - wanted).abs().max() <= 2.0**-15 * wanted.abs().max(), (got - wanted).abs().max()
 
 
@@ -287,14 +320,17 @@ def expert_parallel(rank: int, world: int) -> None:
         total = got.detach().clone()
         dist.all_reduce(total)
         _close(total, wanted)
-        got.square().sum().backward()
+        upstream = normal(7, k, seed=2)
+        for out in (got, wanted):
+            (out * upstream).sum().backward()
+        part = slice(rank * local, (rank + 1) * local)
         for name in whole.layout.parameters:
-            gradient = module._parameters[name].grad
+            gradient, of_whole = module._parameters[name].grad, whole._parameters[name].grad[part]
             assert gradient.placements == (Shard(0),)
-            assert gradient.to_local().abs().sum() > 0
-            amax = module.amax(name)
-            part = slice(rank * local, (rank + 1) * local) if whole.weight_formats[name].per_expert else ...
-            assert torch.equal(amax, whole.amax(name)[part])
+            assert of_whole.any()
+            _close(gradient.to_local(), of_whole)
+            amax = whole.amax(name)[part if whole.weight_formats[name].per_expert else ...]
+            assert torch.equal(module.amax(name), amax)
         for name in whole.layout.parameters:
             module.__dict__.pop(f"{name}_bias", None)
         got, wanted = exported(model), exported(expected)
@@ -313,6 +349,29 @@ def _with_local_biases(module: nn.Module) -> nn.Module:
     for name in module.layout.parameters:
         module.__dict__[f"{name}_bias"] = module._parameters[f"{name}_bias"].to_local()
     return module
+
+
+def observed_activations(rank: int, world: int) -> None:
+    """Ranks see other batches (rank 0's reaches two of four experts); afterwards each has the amaxes of all of them."""
+    model = qwen()
+    whole = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids = [torch.tensor([[7]], device=DEVICE), torch.arange(3, 15, device=DEVICE)[None]]
+    with torch.no_grad(), qq.observe_activations(model), qq.observe_activations(whole):
+        model(ids[rank])
+        for rows in ids:
+            whole(rows)
+        alone = {
+            f"{key}.amax": o.amax.clone() for key, o in model.__dict__[STATE].observers.items() if o.amax is not None
+        }
+    got, wanted = qq.quant_state_dict(model), qq.quant_state_dict(whole)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[key], amax) for key, amax in wanted.items())
+    differs = torch.tensor(sum(not torch.equal(alone[key], amax) for key, amax in got.items()), device=DEVICE)
+    dist.all_reduce(differs)
+    assert differs  # there was something to exchange
 
 
 def first_step(rank: int, world: int) -> None:
@@ -374,9 +433,16 @@ TWO_RANKS = {
     "cut blocks": cut_blocks,
     "an expert without tokens": expert_without_tokens,
     "expert parallel": expert_parallel,
+    "observed activations": observed_activations,
     "first step": first_step,
 }
-FOUR_RANKS = {"fsdp2 x tensor parallel": fsdp2_with_tensor_parallel}
+FOUR_RANKS = {
+    "fsdp2": lambda r, w: gradients_to_a_bound(r, w, shard=True),
+    "ddp": lambda r, w: gradients_to_a_bound(r, w, shard=False),
+    "tensor parallel": tensor_parallel,
+    "expert parallel": expert_parallel,
+    "fsdp2 x tensor parallel": fsdp2_with_tensor_parallel,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

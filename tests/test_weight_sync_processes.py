@@ -121,20 +121,46 @@ for kind in ("fsdp", "tp"):
     qq.update_weights(rollout, model.state_dict())
     assert same(rollout.state_dict().items(), fresh), kind
     dist.barrier()
+"""
+
+STREAMED = """
+from test_weight_sync_processes import Memory, big_layers
+
+model = qq.convert(big_layers(1), "w4a16")
+largest = max(p.nbytes for p in model.parameters())
+assert sum(p.nbytes for p in model.parameters()) > 20 * largest
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+for ranks in ("all", 0):
+    stream, names = qq.export_weights(model, "modelopt", ranks=ranks), 0
+    with Memory() as memory:
+        for _, tensor in stream:
+            names += 1
+            del tensor
+    # a parameter as it comes from the other ranks, put together, and its codes or another copy
+    assert memory.peak <= 3.125 * largest and memory.now == 0, (memory.peak, largest)
+    assert (names > 0) == (ranks == "all" or rank == ranks)
+with Memory() as memory:
+    kept = dict(qq.export_weights(model, "modelopt"))
+assert memory.peak > 6 * largest  # what is kept is seen
 print("fine")
 dist.destroy_process_group()
 """
 
 
 def test_two_processes(tmp_path: Path):
-    """A trainer broadcasts weights to a rollout; sharded trainers give the bytes of whole ones, in the same order."""
+    """A trainer broadcasts weights to a rollout; sharded trainers give the bytes of whole ones, in the same order.
+
+    On every rank they gather one parameter at a time.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + BROADCAST + SHARDED, str(rank), "2", str(tmp_path)],
+            [sys.executable, "-c", PROLOGUE + BROADCAST + SHARDED + STREAMED, str(rank), "2", str(tmp_path)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
