@@ -378,7 +378,7 @@ def residual_linear(
 def grouped_linear_w4a16(
     x: Tensor, weight: NVFP4Tensor, offs: Tensor, bias: Tensor | None = None, *, backend: Backend | str = Backend.AUTO
 ) -> Tensor:
-    """:func:`linear_w4a16` of each expert with its own rows; no value of ``offs`` is read by the host on a GPU.
+    """:func:`linear_w4a16` of each expert with its own rows. Of bf16 rows on a GPU the host reads no value of ``offs``.
 
     Args:
         x: [M, K], rows sorted by expert.

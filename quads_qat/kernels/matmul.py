@@ -95,7 +95,8 @@ def configuration(m: int, n: int, k: int, terms: int, processors: int, ordered: 
     """
     if m * terms <= MOST_NARROW_COLUMNS and not ordered:
         return _narrow(m * terms, n)
-    if k % RUN or (m > (512 if n * k >= 1 << 25 else 128) and not ordered):
+    most = 256 if n * k >= 1 << 25 else 128 if n * k >= 1 << 24 else 64
+    if k % RUN or (m > most and not ordered):
         return None
     return _wide(m, n, k, terms, processors)
 
