@@ -363,9 +363,7 @@ def observed_activations(rank: int, world: int) -> None:
         model(ids[rank])
         for rows in ids:
             whole(rows)
-        alone = {
-            f"{key}.amax": o.amax.clone() for key, o in model.__dict__[STATE].observers.items() if o.amax is not None
-        }
+        alone = qq.quant_state_dict(model)
     got, wanted = qq.quant_state_dict(model), qq.quant_state_dict(whole)
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[key], amax) for key, amax in wanted.items())
