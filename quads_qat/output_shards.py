@@ -49,12 +49,20 @@ class Unit:
         return sum(nbytes(*layout) for layout in self.layouts.values())
 
 
-def copied(reader: Reader, name: str) -> Unit:
-    """A tensor as it is in the source."""
+_LOOKED_AT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def copied(reader: Reader, name: str, not_finite: set[str] | None = None) -> Unit:
+    """A tensor as it is in the source; its name goes to ``not_finite`` if it holds NaN or inf."""
     entry = reader.entry(name)
 
     def make() -> Iterator[Piece]:
-        return ((name, at, piece) for at, piece in reader.pieces(name))
+        for at, piece in reader.pieces(name):
+            if not_finite is not None and entry.dtype in _LOOKED_AT:
+                low, high = torch.aminmax(piece.view(entry.dtype))  # one pass; both are NaN if there is one
+                if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                    not_finite.add(name)
+            yield name, at, piece
 
     return Unit({name: (entry.dtype, entry.shape)}, entry.nbytes, make)
 

@@ -7,8 +7,9 @@ What is in memory is one unit for each worker, however large the model and its s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,9 @@ def quantize_checkpoint(
     Raises:
         ValueError: the source is damaged, incomplete, quantized already or of an unknown architecture; the destination
             holds something else, is being written by another process, has too little space or cannot be written.
+
+    Warns:
+        UserWarning: a tensor that is copied holds NaN or inf. (In one that is quantized that is an error.)
     """
     dialect, recipe, device = Dialect(dialect), Recipe(recipe), torch.device(device)
     dialects.check_recipe(recipe, dialect)
@@ -126,7 +130,7 @@ def quantize_checkpoint(
             )
         scales.update(input_scales(plan, conversion, dialect, "observed"))
 
-    return write_checkpoint(
+    made = write_checkpoint(
         destination,
         job,
         pack(work.units(), shard_bytes),
@@ -136,6 +140,13 @@ def quantize_checkpoint(
         progress=progress,
         prepare=observe,
     )
+    if found := sorted(work.not_finite, key=natural_order):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(
+            f"{reader.path}: {found[0]}{more} hold{'' if more else 's'} NaN or inf; not quantized, copied as it is",
+            stacklevel=2,
+        )
+    return made
 
 
 def _check_arguments(
@@ -155,7 +166,10 @@ def _check_arguments(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What there is to do, in units. ``scales`` may be filled in later: their names are known before."""
+    """What there is to do, in units. ``scales`` may be filled in later: their names are known before.
+
+    ``not_finite`` fills up with the names of tensors that were copied and hold NaN or inf.
+    """
 
     reader: checkpoint_io.Reader
     plan: Plan
@@ -164,6 +178,7 @@ class _Work:
     scales: dict[str, Tensor]
     device: torch.device
     weights_only: bool
+    not_finite: set[str] = field(default_factory=set)
 
     @property
     def rest(self) -> list[str]:
@@ -188,7 +203,7 @@ class _Work:
                     layout = extra[name].dtype, tuple(extra[name].shape)
                     yield Unit({name: layout}, 0, partial(_whole, name, partial(extra.__getitem__, name)))
                 elif name not in groups and name not in biases:
-                    yield copied(self.reader, name)
+                    yield copied(self.reader, name, self.not_finite)
 
     def _of_bias(self, bias: SplitBias) -> Unit:
         dtype, shape = self.reader.entry(bias.source).dtype, self.reader.shape(bias.source)

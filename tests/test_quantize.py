@@ -444,6 +444,24 @@ def test_files_of_other_quantizers(file: str, tmp_path: Path) -> None:
         qq.quantize_checkpoint(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_copied_and_is_not_finite_is_said(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    stored, names = tensors(SOURCE), ("model.layers.1.input_layernorm.weight", "model.norm.weight")
+    change = {name: stored[name].to(dtype) for name in names}
+    source = rewritten(SOURCE, tmp_path / "source", change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qq.quantize_checkpoint(source, tmp_path / "sound")
+    change[names[0]][3] = value
+    change[names[1]][-1] = value
+    source = rewritten(SOURCE, tmp_path / "bad", change)
+    with pytest.warns(UserWarning, match=rf"bad: {names[0]} and 1 more hold NaN or inf; not quantized, copied"):
+        assert qq.quantize_checkpoint(source, tmp_path / "out", workers=2)
+    out = tensors(tmp_path / "out")
+    assert all(torch.equal(out[name].view(torch.uint8), change[name].view(torch.uint8)) for name in names)
+
+
 def test_mixed_dtypes_are_cast_as_loading_casts_them(tmp_path: Path) -> None:
     """q in fp32 and k in fp16 of a bf16 model: one scale group, of the values that the loaded model has."""
     from transformers import AutoModelForCausalLM
