@@ -239,6 +239,19 @@ def test_training_steps_are_compared_with_bf16_and_bits_come_first(monkeypatch: 
     assert all("no time" in row.note for row in report.rows if row.name.startswith("W4A16"))
 
 
+def test_several_gpus_without_gpus_give_the_bits_of_one_over_gloo(monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import multi_gpu
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = {"layers": 1, "experts": 4, "hidden": 512, "intermediate": 32, "tokens": 16, "rounds": 1, "syncs": 3}
+    same, bf16, qat, *syncs = multi_gpu.multi_gpu(gpus=2, **sizes).rows
+    assert same.note == "losses equal, exported bytes equal"
+    assert bf16.seconds
+    assert qat.seconds
+    assert [row.name for row in syncs] == ["weight sync by broadcast", "weight sync by shared memory (CUDA IPC)"]
+    assert all(row.seconds and "3 syncs bit-exact" in row.note for row in syncs)
+
+
 @pytest.mark.parametrize("policy", engine.POLICIES)
 def test_what_the_vllm_plugin_calls_is_inside_the_bound_and_wrong_products_are_not(policy: str):
     x, residual = torch.randn(5, 64).bfloat16(), engine.POLICIES[policy]
