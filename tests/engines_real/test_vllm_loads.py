@@ -14,9 +14,11 @@ import torch
 from bits import assert_same_bits
 from by_hand import tensors
 from engines import table
+from engines.measure import trainer
 from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES
 from torch import Tensor
+from twins import plain_twin
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant_dequant
 
 import quads_qat as qq
@@ -24,6 +26,7 @@ from engines_real import vllm_cpu
 from engines_real.architectures import BUILT, EXTRA, NOT_BUILT
 from engines_real.vllm_cpu import KV_SCALES, Served, decoded, packed_modules, trained
 from quads_qat import ops
+from quads_qat.names import disk_state
 
 #: What vLLM refuses, as the table says too: architecture -> dialects and schemes, and the message.
 BOTH, CT = ("modelopt", "compressed-tensors"), ("compressed-tensors",)
@@ -113,6 +116,33 @@ def assert_same_model(served: Served, twin: Served) -> None:
         assert_same_bits(served.model.get_parameter(name).data, expected[name].data, name)
     routers = [name for name in rest if re.search(r"(mlp|moe|feed_forward)\.(gate|router)\.weight$", name)]
     assert all(served.model.get_parameter(name).is_floating_point() for name in routers)
+
+
+@pytest.mark.parametrize("dialect", BOTH)
+@pytest.mark.parametrize("arch", ["llama", "qwen2_moe", "qwen3_moe", "mixtral"])
+def test_a_second_load_brings_the_new_weights(arch: str, dialect: str, tmp_path: Path) -> None:
+    """Through vLLM's layerwise reload, there and back; nothing of the plugin is here."""
+    model, weights = trained(arch)
+    first, second = tmp_path / "first", tmp_path / "second"
+    try:
+        qq.export_checkpoint(model, first, dialect=dialect, activations="observed")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+        qq.export_checkpoint(model, second, dialect=dialect, activations="observed")
+        twin = plain_twin(model)
+    finally:
+        trainer.cache_clear()
+    new = {name.removesuffix(".weight"): tensor for name, tensor in disk_state(twin, twin.state_dict()).items()}
+    before = Served(plain(tmp_path / "before", first, weights)).load()
+    after = Served(plain(tmp_path / "after", second, new)).load()
+    served = Served(first).load().finish()
+    assert_same_model(served, before)
+    for path, expected in ((second, after), (first, before), (second, after)):
+        served.reload(tensors(path).items())
+        assert_same_model(served, expected)
+    with pytest.raises(AssertionError, match="weight"):
+        assert_same_model(served, before)
 
 
 def test_every_architecture_is_built_or_has_a_reason() -> None:
