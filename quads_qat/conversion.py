@@ -330,8 +330,9 @@ def _why_not(
             return f"tied: shares its parameter with {others[0]}"
     if "forward" in module.__dict__:
         raise ValueError(
-            f"convert: the forward of {name} was replaced on the instance (as hooks of accelerate do), which would "
-            f"bypass quantization; convert first, then add hooks, or pass exclude=[{name!r}]"
+            f"convert: the forward of {name} was replaced on the instance (as hooks of accelerate and "
+            "transformers' tp_plan and ep_size do), which would bypass quantization; convert first, then add hooks or "
+            f"shard with PyTorch's own parallelize_module, or pass exclude=[{name!r}]"
         )
     return None
 

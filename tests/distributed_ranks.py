@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +373,20 @@ def observed_activations(rank: int, world: int) -> None:
     assert differs  # there was something to exchange
 
 
+def example_of_the_docs(rank: int, world: int) -> None:
+    """The code of docs/trainers.md as it stands, on different batches: one model comes out of it."""
+    docs = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- example: fsdp2 -->\n```python\n(.*?)```", docs, re.DOTALL)
+    model, sent = tiny_model("qwen3_moe").to(DEVICE, torch.float32), []
+    before = qq.weight_digests(qq.export_weights(qq.convert(copy.deepcopy(model), "w4a16"), "modelopt"))
+    exec(code, {"model": model, "ids": batches(rank, 0)[0], "sent": sent})
+    assert sent == (list(before) if rank == 0 else [])
+    assert qq.check_first_step(model, received=before).failed == ["weights"]  # it has trained
+    every = [None] * world
+    dist.all_gather_object(every, qq.weight_digests(qq.export_weights(model, "modelopt")))
+    assert every == [every[0]] * world
+
+
 def first_step(rank: int, world: int) -> None:
     """``check_first_step`` on all ranks: a sharded trainer against a whole rollout, and against an engine's digests."""
     model = qwen()
@@ -432,6 +447,7 @@ TWO_RANKS = {
     "an expert without tokens": expert_without_tokens,
     "expert parallel": expert_parallel,
     "observed activations": observed_activations,
+    "example of the docs": example_of_the_docs,
     "first step": first_step,
 }
 FOUR_RANKS = {
