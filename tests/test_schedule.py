@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import quads_qat as qq
 from quads_qat import ops
+from quads_qat.conversion import STATE
 
 
 def mlp(**kwargs) -> nn.Sequential:
@@ -201,6 +202,22 @@ def test_every_kind_of_weight_accumulates(kind: str):
         got = gradients(model, inputs)
     for a, b in zip(got, expected, strict=True):
         assert_same_bits(a, b)
+
+
+def test_kept_codes_take_0_5625_bytes_per_weight():
+    model = tiny_model("qwen3_moe").bfloat16()
+    model.set_experts_implementation("grouped_mm")
+    qq.convert(model, "w4a16")
+    elements = {name: model.get_parameter(name).numel() for name in qq.coverage(model).quantized}
+    qq.step(model, track_codes=True)
+    with qq.accumulate(model):
+        model(torch.arange(3, 15)[None])
+        kept = [codes for codes, _ in model.model.layers[0].self_attn.q_proj.code_cache.entries.values()]
+        assert len(kept) == len(elements)
+        assert sum(q.qdata.nbytes + q.block_scale.nbytes for q in kept) == 0.5625 * sum(elements.values())
+        assert all(q.per_tensor_scale.numel() <= 4 for q in kept)  # of a tensor, or of each of four experts
+    tracked = model.__dict__[STATE].last_codes
+    assert {name: codes.nbytes for name, codes in tracked.items()} == {n: 0.5625 * e for n, e in elements.items()}
 
 
 def test_codes_do_not_outlive_the_block():
