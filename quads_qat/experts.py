@@ -159,8 +159,21 @@ class W4A16Experts(StandsFor):
         return autograd.amax_of(self.scale_groups[name], self.weight_formats[name])
 
     def _weight(self, name: str) -> Tensor:
-        """The master weight: of a stack that is sharded over ranks, the experts of this rank."""
-        return sharding.local(self._parameters[name])  # pyright: ignore[reportArgumentType]
+        """The master weight: of a stack that is sharded over ranks, the experts of this rank.
+
+        Raises:
+            ValueError: its shards cut blocks of 16.
+        """
+        weight: Tensor = self._parameters[name]  # pyright: ignore[reportAssignmentType]
+        if sharding.is_sharded(weight) and (
+            problem := sharding.cut_block(weight, -2 if self.layout.transposed else -1)
+        ):
+            full = next(full for module, p, full in self.scale_groups[name].members if (module, p) == (self, name))
+            raise ValueError(
+                f"{full}: {problem}; list such layers with quads_qat.check_tp(model, tp), then shard them along E, or "
+                "exclude them from quantization"
+            )
+        return sharding.local(weight)
 
     def source(self, name: str) -> Source:
         """What the quantized parameter is made from, besides itself: the amax, or its codes inside ``accumulate``."""

@@ -268,6 +268,15 @@ def cut_blocks(rank: int, world: int) -> None:
     parallelize_module(sharded, init_device_mesh(DEVICE, (world,)), {"0": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"0\.weight is sharded.*24 a rank"):
         qq.convert(sharded, "w4a16")
+    for arch, dim in (("mixtral", 2), ("gpt_oss", 1)):  # stacks [E, N, K] and [E, K, N]
+        moe = tiny_model(arch).to(DEVICE)
+        experts = next(m for m in qq.convert(moe, "w4a16").modules() if isinstance(m, W4A16Experts))
+        weight = distribute_tensor(experts.down_proj.detach(), init_device_mesh(DEVICE, (world,)), [Shard(dim)])
+        experts._parameters["down_proj"] = nn.Parameter(weight)
+        for dispatch in ("grouped_mm", "eager"):
+            moe.set_experts_implementation(dispatch)
+            with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts\.down_proj: .*24 a rank.*check_tp"):
+                moe(torch.tensor([[7]], device=DEVICE))
 
 
 def expert_without_tokens(rank: int, world: int) -> None:
