@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from quads_qat import dialects
 from quads_qat.checkpoint_plan import DiskWeight
-from quads_qat.config import Dialect, WeightScale
+from quads_qat.config import Dialect, Scope, WeightScale
+from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, Weight
+from quads_qat.selection import in_scope
 from quads_qat.sync_plan import PackedTarget, SyncPlan, Target
 
 _PACKED, _HIGH_PRECISION = "packed", "in high precision"
@@ -20,9 +22,9 @@ class Ledger:
     """Which tensors have come, by name, dtype and shape alone: the same rules for a rehearsal and for the sync."""
 
     def __init__(
-        self, root: nn.Module, conversion: Conversion, plan: SyncPlan, weight_scale: WeightScale = WeightScale.DYNAMIC
+        self, root: nn.Module, conversion: Conversion, plan: SyncPlan, contract: Contract | None = None
     ) -> None:
-        self.conversion, self.plan, self.weight_scale = conversion, plan, weight_scale
+        self.conversion, self.plan, self.contract = conversion, plan, contract
         with conversion.sync.readable():
             self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
         self.seen: set[str] = set()
@@ -97,17 +99,27 @@ class Ledger:
         self.filled[target.parameter] = filled + target.elements
 
     def _enter_form(self, name: str, weight: Weight, form: str) -> None:
-        if form == _HIGH_PRECISION and self.weight_scale is not WeightScale.DYNAMIC:
-            raise ValueError(
-                f"update_weights: {name} is {form}, and the contract says that the trainer's scales are held "
-                f"({self.weight_scale}), which such tensors do not tell; send packed tensors: "
-                "quads_qat.export_weights(trainer), or export_checkpoint and its files"
-            )
+        if form == _HIGH_PRECISION and self.contract is not None:
+            self._require_told(name, weight, self.contract)
         if self.forms.setdefault(weight.group, form) != form:
             raise ValueError(
                 f"update_weights: {name} is {form}, but other weights of its scale group {weight.group} came "
                 f"{self.forms[weight.group]}; they share one scale, so send all of them in one form"
             )
+
+    def _require_told(self, name: str, weight: Weight, contract: Contract) -> None:
+        """Refuse a weight in high precision if the contract says that it leaves out what the trainer multiplies by."""
+        theirs, mine, widths = contract.scope, self.conversion.scope, list(Scope)
+        if contract.weight_scale is not WeightScale.DYNAMIC:
+            what = f"the trainer's scales are held ({contract.weight_scale})"
+        elif not in_scope(weight.module, theirs) or widths.index(theirs) < widths.index(mine):
+            what = f"the trainer quantizes scope '{theirs}', this rollout '{mine}'"
+        else:
+            return
+        raise ValueError(
+            f"update_weights: {name} is {_HIGH_PRECISION}, and the contract says that {what}, which such tensors do "
+            "not tell; send packed tensors: quads_qat.export_weights(trainer), or export_checkpoint and its files"
+        )
 
     def complete(self, parameter: str) -> bool:
         """Whether all of a parameter has come."""

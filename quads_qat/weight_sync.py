@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from quads_qat import dialects
 from quads_qat.autograd import group_amax
 from quads_qat.checkpoint_plan import Assembly, DiskWeight
-from quads_qat.config import Mode, Recipe, WeightScale
+from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract, given_contract
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.convert import quantize_master
@@ -100,7 +100,7 @@ def update_weights(
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.
         contract: what the weights were made under (``contract_of(trainer)``; its ``to_json`` goes through any message).
             Tensors do not say; another recipe or other scale groups than the rollout's are refused before any byte
-            changes, and weights in high precision of a trainer that holds its scales are refused, too.
+            changes; so are weights in high precision of a trainer that holds its scales, or has another scope.
 
     Returns:
         What was done.
@@ -128,11 +128,9 @@ def update_weights(
             "changes; pass a rollout model (mode 'w4a4_residual')"
         )
     require_unwrapped(root, "update_weights")
-    weight_scale = WeightScale.DYNAMIC
-    if contract is not None:
-        contract = given_contract(contract, "update_weights")
-        Contract.of_conversion(conversion).require_same(contract, "update_weights")
-        weight_scale = contract.weight_scale
+    made_under = None if contract is None else given_contract(contract, "update_weights")
+    if made_under is not None:
+        Contract.of_conversion(conversion).require_same(made_under, "update_weights")
     if conversion.sync.running:
         raise RuntimeError(
             "update_weights: another sync of this rollout is under way (in a thread, or in the generator that this one "
@@ -140,17 +138,17 @@ def update_weights(
         )
     plan = sync_plan(root, conversion)
     if metadata is not None:
-        expected = _checked_metadata(Ledger(root, conversion, plan, weight_scale), metadata, strict)
-    elif isinstance(named_tensors, Mapping) and weight_scale is not WeightScale.DYNAMIC:  # all names are known ahead
+        expected = _checked_metadata(Ledger(root, conversion, plan, made_under), metadata, strict)
+    elif isinstance(named_tensors, Mapping) and made_under is not None:  # all names are known ahead
         items = map(_checked_item, named_tensors.items())
         layouts = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in items)
-        _checked_metadata(Ledger(root, conversion, plan, weight_scale), layouts, strict=False)
+        _checked_metadata(Ledger(root, conversion, plan, made_under), layouts, strict=False)
     stream = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     state, before = conversion.sync, conversion.sync.broken
     state.broken = "the weights of this rollout are being synced; wait until update_weights returns"
     state.running = True
     try:
-        sync = _Sync(root, conversion, plan, weight_scale)
+        sync = _Sync(root, conversion, plan, made_under)
         for item in stream:
             name, tensor = _checked_item(item)
             if metadata is not None and expected.pop(name, None) != (tensor.dtype, tuple(tensor.shape)):
@@ -224,9 +222,9 @@ def _way_out(missing: list[str], unexpected: list[str]) -> str:
 class _Sync:
     """Holds what has come until its layer is complete, then changes the layer."""
 
-    def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan, weight_scale: WeightScale) -> None:
+    def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan, made_under: Contract | None) -> None:
         self.root, self.conversion, self.plan = root, conversion, plan
-        self.ledger, self.report = Ledger(root, conversion, plan, weight_scale), SyncReport()
+        self.ledger, self.report = Ledger(root, conversion, plan, made_under), SyncReport()
         self.inference = any(t.is_inference() for t in self.ledger.live.values())  # changed in inference mode only
         self.parts: dict[str, dict[str, Tensor]] = {}  # tensors of one weight on disk that wait for each other
         self.assemblies: dict[str, Assembly] = {}  # packed parameters

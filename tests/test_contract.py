@@ -23,7 +23,7 @@ from quads_qat.contract import VERSION, Contract, RolloutPolicy, contract_of
 from quads_qat.demo import DATA
 from quads_qat.residual import ResidualCompensatedLinear
 
-SOURCE = CHECKPOINTS / "bf16" / "qwen3"
+SOURCE, MOE = CHECKPOINTS / "bf16" / "qwen3", CHECKPOINTS / "bf16" / "qwen3moe"
 IDS = torch.arange(6).view(1, 6)
 RULE = r"layers\.(\d+)\.(?:self_attn\.o_proj|mlp\.down_proj)$"
 
@@ -148,6 +148,34 @@ def test_masters_of_a_trainer_that_holds_its_scales_are_not_synced(
     if form != "pairs":  # known ahead
         assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
     qq.update_weights(rollout, qq.export_weights(model, "modelopt"), contract=contract)
+    assert qq.check_first_step(model, rollout).ok
+
+
+@pytest.mark.parametrize("form", ["a dict", "pairs"])
+@pytest.mark.parametrize(("theirs", "mine"), [("all", "mlp"), ("mlp", "all"), ("mlp", "experts"), ("experts", "all")])
+def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, mine: str, form: str) -> None:
+    plain = [AutoModelForCausalLM.from_pretrained(MOE) for _ in range(2)]
+    model, rollout = qq.convert(plain[0], "w4a16", scope=theirs), qq.convert(plain[1], "w4a4_residual", scope=mine)
+    before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
+    state: Any = model.state_dict()
+    message = (
+        f"in high precision, .* the trainer quantizes scope '{theirs}', this rollout '{mine}', which .*; send"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=contract_of(model))
+    assert "\n" not in str(error.value)
+    if form == "a dict":
+        assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
+    qq.update_weights(rollout, state, contract=contract_of(qq.convert(qq.revert(model), "w4a16", scope=mine)))
+
+
+def test_masters_are_taken_where_only_the_name_of_the_scope_differs() -> None:
+    """A checkpoint of others does not say what its scope was called; this one quantizes experts only."""
+    rollout = qq.load_rollout(CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4_experts_only", residual=ResidualConfig())
+    assert contract_of(rollout).scope is Scope.ALL
+    recipe = contract_of(rollout).recipe
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(MOE), "w4a16", scope="experts", recipe=recipe)
+    qq.update_weights(rollout, model.state_dict(), contract=contract_of(model))
     assert qq.check_first_step(model, rollout).ok
 
 
