@@ -158,9 +158,7 @@ def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, min
     model, rollout = qq.convert(plain[0], "w4a16", scope=theirs), qq.convert(plain[1], "w4a4_residual", scope=mine)
     before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
     state: Any = model.state_dict()
-    message = (
-        f"in high precision, .* the trainer quantizes scope '{theirs}', this rollout '{mine}', which .*; send"
-    )
+    message = f"in high precision, .* the trainer quantizes scope '{theirs}', this rollout '{mine}', which .*; send"
     with pytest.raises(ValueError, match=message) as error:
         qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=contract_of(model))
     assert "\n" not in str(error.value)
