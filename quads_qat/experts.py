@@ -191,7 +191,7 @@ class W4A16Experts(StandsFor):
         amax, codes = self.source(name)
         weight = self._weight(name)
         out = autograd.grouped_linear(x, weight, offs, amax, self.weight_formats[name], codes)
-        return out + getattr(self, f"{name}_bias")[expert] if self.layout.bias else out
+        return out + sharding.local(getattr(self, f"{name}_bias"))[expert] if self.layout.bias else out
 
     def _observing(self) -> bool:
         return any(observer.enabled for observer in self.observers.values())
@@ -202,10 +202,15 @@ class W4A16Experts(StandsFor):
         return autograd.fake_quantize_ste(weight, fmt=self.weight_formats[name], amax=amax, codes=codes)
 
     def _stand_in(self, replaced: dict[str, Tensor]) -> nn.Module:
-        """An instance of the original class with this module's state, except for the ``replaced`` parameters."""
+        """An instance of the original class with this module's state, except for the ``replaced`` parameters.
+
+        Of sharded parameters it has this rank's shards, which is what the original code expects of its experts.
+        """
         stand_in = object.__new__(self.original_class)
         stand_in.__dict__.update(self.__dict__)
-        stand_in.__dict__["_parameters"] = {k: v for k, v in self._parameters.items() if k not in replaced}
+        stand_in.__dict__["_parameters"] = {
+            name: p if p is None else sharding.local(p) for name, p in self._parameters.items() if name not in replaced
+        }
         stand_in.__dict__.update(replaced)
         return stand_in
 
@@ -305,7 +310,7 @@ def expert_matrix(module: Any, weight: Any, expert: int) -> Tensor:
 
 def expert_bias(module: Any, name: str, expert: int) -> Tensor | None:
     """[N] or None."""
-    return getattr(module, f"{name}_bias")[expert] if module.layout.bias else None
+    return sharding.local(getattr(module, f"{name}_bias"))[expert] if module.layout.bias else None
 
 
 def join_gate(module: Any, first: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def _tracked(root: nn.Module, conversion: Conversion, quantizing: bool, moved: i
         codes, clipped = _codes_of(conversion, weight)
         last = conversion.last_codes.get(name)
         changed = torch.zeros((), dtype=torch.int64, device=codes.device) if last is None else _differing(codes, last)
-        elements = torch.tensor(weight_elements(root, name), device=codes.device)
+        elements = torch.tensor(sharding.local(root.get_parameter(name)).numel(), device=codes.device)
         counts[name] = torch.stack([changed, clipped.to(torch.int64), elements])
         conversion.last_codes[name] = codes
     table = torch.stack([c.cpu() for c in counts.values()])
@@ -117,17 +117,16 @@ def _tracked(root: nn.Module, conversion: Conversion, quantizing: bool, moved: i
         on_device = table.to(next(root.parameters()).device)
         torch.distributed.all_reduce(on_device)
         table = on_device.cpu()
+    once = []  # what is not cut along every mesh dim was counted once for each replica
+    for name, (changed, clipped, seen) in zip(counts, table.tolist(), strict=True):
+        replicas = max(seen // max(root.get_parameter(name).numel(), 1), 1)
+        once.append((changed // replicas, clipped // replicas, max(seen // replicas, 1)))
     shares = {
-        name: (changed / max(total, 1) if known else None, clipped / max(total, 1))
-        for name, (changed, clipped, total) in zip(counts, table.tolist(), strict=True)
+        name: (changed / total if known else None, clipped / total)
+        for name, (changed, clipped, total) in zip(counts, once, strict=True)
     }
-    changed, clipped, total = table.sum(0).tolist()
+    changed, clipped, total = map(sum, zip(*once, strict=True))
     return StepReport(conversion.steps, quantizing, moved, changed / total if known else None, clipped / total, shares)
-
-
-def weight_elements(root: nn.Module, name: str) -> int:
-    """Elements of this rank's shard of a parameter."""
-    return sharding.local(root.get_parameter(name)).numel()
 
 
 def _codes_of(conversion: Conversion, weight: Weight) -> tuple[Tensor, Tensor]:

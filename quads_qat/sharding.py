@@ -7,6 +7,7 @@ along K, so a shard is quantized where it lies, as long as no cut falls inside a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ def local(weight: Tensor) -> Tensor:
     return weight.to_local() if is_sharded(weight) else weight  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def cuts(placement: Any, dim: int | None = None) -> bool:
+    """Whether a placement of a DTensor's shards its ``dim`` (None: any dim).
+
+    A dim that two mesh dims cut (FSDP2 over tensor parallelism) has a strided shard, which newer versions of torch do
+    not call a shard.
+    """
+    sharded = placement.is_shard() or hasattr(placement, "split_factor")
+    return sharded and (dim is None or placement.dim == dim)
+
+
 def max_over_shards(amax: Tensor, weight: Tensor, *, keep_first_dim: bool) -> Tensor:
     """``amax`` of this rank's shard of ``weight`` -> that of all shards, on all ranks of its mesh.
 
@@ -35,7 +46,7 @@ def max_over_shards(amax: Tensor, weight: Tensor, *, keep_first_dim: bool) -> Te
     if not is_sharded(weight):
         return amax
     for i, placement in enumerate(weight.placements):  # pyright: ignore[reportAttributeAccessIssue]
-        if placement.is_shard() and not (keep_first_dim and placement.is_shard(0)):
+        if cuts(placement) and not (keep_first_dim and cuts(placement, 0)):
             group = weight.device_mesh.get_group(i)  # pyright: ignore[reportAttributeAccessIssue]
             amax = amax.float()  # gloo does not reduce every 16-bit type; the maximum is the same
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
@@ -49,7 +60,7 @@ def gather_first_dim(amax: Tensor, weight: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
-    along = [placement if placement.is_shard(0) else Replicate() for placement in placements]
+    along = [placement if cuts(placement, 0) else Replicate() for placement in placements]
     return DTensor.from_local(amax, mesh, along, run_check=False, shape=weight.shape[:1], stride=(1,)).full_tensor()
 
 
@@ -60,7 +71,7 @@ def part_of_first_dim(amax: Tensor, weight: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
-    along = [placement if placement.is_shard(0) else Replicate() for placement in placements]
+    along = [placement if cuts(placement, 0) else Replicate() for placement in placements]
     return distribute_tensor(amax, mesh, along, src_data_rank=None).to_local()
 
 
@@ -84,7 +95,7 @@ def cut_block(weight: Tensor, dim: int) -> str | None:
         return None
     size, dim = weight.shape[dim], dim % weight.ndim
     for i, placement in enumerate(weight.placements):  # pyright: ignore[reportAttributeAccessIssue]
-        if placement.is_shard(dim):
+        if cuts(placement, dim):
             ranks = weight.device_mesh.size(i)  # pyright: ignore[reportAttributeAccessIssue]
             if problem := cut_by(size, ranks):
                 return problem

@@ -324,8 +324,10 @@ def expert_parallel(rank: int, world: int) -> None:
         wanted = whole(x, index, weights)
         mine = torch.where(index // local == rank, index - rank * local, local)
         module.num_experts, module._is_expert_parallel = local, True
-        if whole.layout.bias:
-            module = _with_local_biases(module)
+        with torch.no_grad(), qq.full_precision(model), qq.full_precision(expected):
+            masters = module(x, mine, weights)
+            dist.all_reduce(masters)
+            _close(masters, whole(x, index, weights))
         got = module(x, mine, weights)
         total = got.detach().clone()
         dist.all_reduce(total)
@@ -334,15 +336,14 @@ def expert_parallel(rank: int, world: int) -> None:
         for out in (got, wanted):
             (out * upstream).sum().backward()
         part = slice(rank * local, (rank + 1) * local)
-        for name in whole.layout.parameters:
-            gradient, of_whole = module._parameters[name].grad, whole._parameters[name].grad[part]
+        for name, p in whole.named_parameters():
+            gradient, of_whole = module._parameters[name].grad, p.grad[part]
             assert gradient.placements == (Shard(0),)
             assert of_whole.any()
             _close(gradient.to_local(), of_whole)
+        for name in whole.layout.parameters:
             amax = whole.amax(name)[part if whole.weight_formats[name].per_expert else ...]
             assert torch.equal(module.amax(name), amax)
-        for name in whole.layout.parameters:
-            module.__dict__.pop(f"{name}_bias", None)
         got, wanted = exported(model), exported(expected)
         assert all(torch.equal(got[name], t) for name, t in wanted.items())
 
@@ -352,13 +353,6 @@ def _eager_experts_know_other_ranks() -> bool:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     return "num_experts + 1" in inspect.getsource(Qwen3MoeExperts)
-
-
-def _with_local_biases(module: nn.Module) -> nn.Module:
-    """Biases are not the quantized module's business: whoever shards experts hands it those of its own."""
-    for name in module.layout.parameters:
-        module.__dict__[f"{name}_bias"] = module._parameters[f"{name}_bias"].to_local()
-    return module
 
 
 def observed_activations(rank: int, world: int) -> None:
@@ -445,6 +439,76 @@ def fsdp2_with_tensor_parallel(rank: int, world: int) -> None:
     assert all(torch.equal(got[name], t) for name, t in wanted.items())
 
 
+def held_scales_with_tensor_parallel(rank: int, world: int) -> None:
+    """What is cut along one dim by both meshes has its amax from all ranks, and counts once in shares of codes."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(MLP(), MLP()).to(DEVICE)
+        with torch.no_grad():  # an amax in each quarter of the rows, the largest on one rank alone
+            for i in range(4):
+                blocks[0].gate_proj.weight[32 * i + 5, 3] = 2.0 + i
+                blocks[1].up_proj.weight[32 * i + 5, 3] = 5.0 - i
+        return qq.convert(blocks, "w4a16", schedule=qq.Schedule(weight_scale="ema", decay=0.5))
+
+    expected, sharded = model(), model()
+    mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    for block in sharded:
+        parallelize_module(block, mesh["tp"], PLAN)
+        fully_shard(block, mesh=mesh["dp"])
+    for _ in range(3):
+        found, wanted = qq.step(sharded, track_codes=True), qq.step(expected, track_codes=True)
+        assert found == wanted, (found, wanted)
+        with torch.no_grad():
+            for m in (sharded, expected):
+                for i, p in enumerate(m.parameters()):
+                    p.mul_(1.5 - i % 3)
+    assert wanted.changed
+    found, wanted = qq.quant_state_dict(sharded), qq.quant_state_dict(expected)
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    got, whole_export = exported(sharded), exported(expected)
+    assert all(torch.equal(got[name], t) for name, t in whole_export.items())
+
+
+def fsdp2_with_expert_parallel(rank: int, world: int) -> None:
+    """Stacks cut along E by both: the experts of a rank are gathered from its data-parallel peers. Held scales too."""
+    for arch in ("qwen3_moe", "gpt_oss"):
+        models = [tiny_model(arch, experts_implementation="grouped_mm").float().to(DEVICE) for _ in range(2)]
+        for m in models:
+            qq.convert(m, "w4a16", scope="experts", schedule=qq.Schedule(weight_scale="ema", decay=0.5))
+        expected, model = models
+        whole, module = (next(e for e in m.modules() if isinstance(e, W4A16Experts)) for m in models)
+        mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("dp", "ep"))
+        for name, p in list(module._parameters.items()):
+            module._parameters[name] = nn.Parameter(distribute_tensor(p.detach(), mesh["ep"], [Shard(0)]))
+        module.num_experts, module._is_expert_parallel = 2, True
+        fully_shard(module, mesh=mesh["dp"])
+        dp, ep = (mesh[dim].get_local_rank() for dim in ("dp", "ep"))
+        data, upstream = [normal(7, 64, seed=i) for i in range(world // 2)], normal(7, 64, seed=9)
+        index = torch.stack([torch.arange(7) % 4, (torch.arange(7) + 1) % 4], 1).to(DEVICE)
+        weights, mine = torch.full((7, 2), 0.5, device=DEVICE), torch.where(index // 2 == ep, index - 2 * ep, 2)
+        for _ in range(2):
+            for m in models:
+                m.zero_grad()
+            out = module(data[dp], mine, weights)
+            total = out.detach().clone()
+            dist.all_reduce(total, group=mesh["ep"].get_group())
+            _close(total, whole(data[dp], index, weights))
+            (out * upstream).sum().backward()
+            for x in data:
+                ((whole(x, index, weights) * upstream).sum() / len(data)).backward()
+            with torch.no_grad():
+                for p, q in zip(module.parameters(), whole.parameters(), strict=True):
+                    _close(p.grad.full_tensor(), q.grad)
+                    q.sub_(0.1 * p.grad.full_tensor())  # so that both go on from the same weights
+                    p.sub_(0.1 * p.grad)
+            assert qq.step(model, track_codes=True) == qq.step(expected, track_codes=True)
+        found, wanted = qq.quant_state_dict(model), qq.quant_state_dict(expected)
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+        got, whole_export = exported(model), exported(expected)
+        assert all(torch.equal(got[name], t) for name, t in whole_export.items())
+
+
 TWO_RANKS = {
     "fsdp2": fsdp2,
     "fsdp2, eager experts, kept unsharded": lambda r, w: fsdp2(r, w, experts="eager", reshard=False),
@@ -465,6 +529,8 @@ FOUR_RANKS = {
     "tensor parallel": tensor_parallel,
     "expert parallel": expert_parallel,
     "fsdp2 x tensor parallel": fsdp2_with_tensor_parallel,
+    "fsdp2 x tensor parallel, scales held": held_scales_with_tensor_parallel,
+    "fsdp2 x expert parallel": fsdp2_with_expert_parallel,
 }
 
 if __name__ == "__main__":
