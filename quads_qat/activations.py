@@ -152,7 +152,7 @@ def _by_parts(
     recipe, dtype = activation.recipe, values_dtype(activation.recipe)
     amax = input_amax
     if activation.scale is ActivationScale.PER_TENSOR and offs is not None:
-        amax = _amax_of_groups(x, offs)[_expert_of_rows(offs, len(x))][:, None]
+        amax = _amax_of_groups(x, offs)[expert_of_rows(offs, len(x))][:, None]
     elif activation.scale is not ActivationScale.STATIC:
         amax = library.amax([x], [-1] if activation.scale is ActivationScale.PER_TOKEN else None, "triton")
     q1 = library.fake_quantize(x, None, amax, recipe.value, dtype, "triton")
@@ -183,17 +183,17 @@ def _mask(r: Tensor, residual: ResidualConfig, mask: Tensor | None, offs: Tensor
     assert chosen is not None
     if offs is None or chosen.ndim == 1 or residual.scope not in (ResidualScope.BATCH, ResidualScope.STATIC):
         return chosen
-    return chosen[_expert_of_rows(offs, m)]
+    return chosen[expert_of_rows(offs, m)]
 
 
 def _amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     """The amax [E] of each expert's rows of x [M, K]."""
     of_rows = library.amax([x], [-1], "triton").view(-1)
     amax = torch.zeros(len(offs), dtype=of_rows.dtype, device=x.device)
-    return amax.scatter_reduce(0, _expert_of_rows(offs, len(x)), of_rows, "amax")
+    return amax.scatter_reduce(0, expert_of_rows(offs, len(x)), of_rows, "amax")
 
 
-def _expert_of_rows(offs: Tensor, rows: int) -> Tensor:
+def expert_of_rows(offs: Tensor, rows: int) -> Tensor:
     """The expert [M] of each row."""
     row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
     return torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)

@@ -187,12 +187,7 @@ def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, off
     if offs is None:
         return F.linear(x, decoded, bias)
     out = F.grouped_mm(x, decoded.mT, offs=offs)
-    return out if bias is None else out + _bias_of_rows(bias, offs, len(x)).to(out.dtype)
-
-
-def _bias_of_rows(bias: Tensor, offs: Tensor, rows: int) -> Tensor:
-    expert = torch.searchsorted(offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True)
-    return bias[expert.clamp(max=len(bias) - 1)]
+    return out if bias is None else out + bias[activations.expert_of_rows(offs, len(x))].to(out.dtype)
 
 
 def _operand(q: NVFP4Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
