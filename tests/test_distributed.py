@@ -40,9 +40,11 @@ def test_trainers_on_pytorch_s_engines(ranks: int, tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_trainers_on_pytorch_s_engines_over_nccl(tmp_path: Path):
-    from distributed_ranks import TWO_RANKS
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_trainers_on_pytorch_s_engines_over_nccl(ranks: int, tmp_path: Path):
+    from distributed_ranks import FOUR_RANKS, TWO_RANKS
 
-    passed, log = passed_cases(2, tmp_path, gpus="0,1")
-    assert passed == list(TWO_RANKS), log
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    passed, log = passed_cases(ranks, tmp_path, gpus=",".join(map(str, range(ranks))))
+    assert passed == list(TWO_RANKS if ranks == 2 else FOUR_RANKS), log
