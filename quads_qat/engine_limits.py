@@ -132,6 +132,14 @@ LIMITS: tuple[Limit, ...] = (
         lambda c: c.dialect is Dialect.MODELOPT and c.is_type("llama4_text") and not c.is_type("llama4") and c.stacks,
     ),
     Limit(
+        "vllm: models/aria.py",
+        "vLLM",
+        "for Aria's multimodal class its loader takes the gate of one expert for gate and up together, and it does not find "
+        "experts that were left out in the list of these",
+        "use another engine",
+        lambda c: c.is_type("aria"),
+    ),
+    Limit(
         "vllm: models/glm4_1v.py",
         "vLLM",
         "for GLM-4.5V in the compressed-tensors dialect it takes the vision tower's qkv for quantized",

@@ -251,7 +251,7 @@ def _experts_elsewhere(ignored: set[str], plan: Plan, model: nn.Module) -> set[s
 def ignored_modules(rest: dict[str, int], plan: Plan, model: nn.Module, dialect: Dialect) -> list[str]:
     """Modules that keep a weight of two or more dims, by full name on disk; the head also when it is tied.
 
-    Engines know experts as one module, so single experts bring ``...experts`` with them; vLLM looks for that one in the
+    Engines know experts as one module, so what is below ``...experts`` brings it along; vLLM looks for that one in the
     compressed-tensors dialect under the names of the first expert's linears, whatever is on disk. A module that holds a
     quantized one (a Mamba mixer with its 2-D ``A_log``) is left out: engines take an entry to mean all below it.
     vLLM takes a plain entry of the ModelOpt dialect for a substring; where that would hit a quantized module, the last
@@ -259,7 +259,7 @@ def ignored_modules(rest: dict[str, int], plan: Plan, model: nn.Module, dialect:
     """
     matrices = [name for name, ndim in rest.items() if ndim >= 2]
     ignored = {n.removesuffix(".weight") if n.endswith(".weight") else n.rpartition(".")[0] for n in matrices}
-    ignored |= {match[1] for name in ignored if (match := re.match(r"(.*\.experts)\.\d+\.", name))}
+    ignored |= {match[1] for name in ignored if (match := re.match(r"(.*\.experts)\.", name))}
     ignored |= _experts_elsewhere(ignored, plan, model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     ignored.update(name for name, module in model.named_modules() if module is head and name)

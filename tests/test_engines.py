@@ -130,13 +130,14 @@ def test_ignore_lists_are_complete_and_hit_nothing_quantized(
     engines.assert_ignore_list_is_right(tmp_path / "out")
 
 
-#: Experts on disk: one by one; as w1, w2, w3 below another name; as stacks; as stacks that are not below ``experts``.
+#: Experts on disk: one by one; as w1, w2, w3 below another name; as stacks; not below ``experts``; one name deeper.
 EXPERTS = {
     "qwen3_moe": "model.layers.1.mlp.experts",
     "mixtral": "model.layers.1.block_sparse_moe.experts",
     "gpt_oss": "model.layers.1.mlp.experts",
     "llama4": "model.layers.1.feed_forward.experts",
     "granitemoe": "model.layers.1.block_sparse_moe.experts",
+    "aria": "model.layers.1.mlp.experts",
 }
 
 

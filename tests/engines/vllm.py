@@ -106,6 +106,8 @@ def _check_known_limits(checkpoint: Checkpoint, quantized: list[str], scheme: st
         raise Refused("vllm: models/afmoe.py", "a BF16 head for packed parameters: the layer has no name to ignore")
     if stacked and is_type("llama4_text") and not is_type("llama4"):
         raise Refused("vllm: models/llama4.py", "KeyError: ...routed_experts.w2_weight_weight_scale_2")
+    if is_type("aria"):
+        raise Refused("vllm: models/aria.py", "chunk expects at least a 1-dimensional tensor")
     if packed and is_type("glm4v_moe"):
         raise Refused("vllm: models/glm4_1v.py", "'QKVParallelLinear' object has no attribute 'data'")
     if packed and is_type("granitemoehybrid") and scheme == "W4A4":

@@ -35,7 +35,7 @@ _NEEDS_MORE = "its tiny config lacks what vLLM asks for (processor, towers, conf
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(("dots3_note", "dots3_note_vl", "flint", "hy_v4_vl", "inkling2", "inkling2_vl"), _NO_CLASS),
     **dict.fromkeys(("inkling2_loop", "inkling2_loop_vl", "lara_mini", "mistral_large4"), _NO_CLASS),
-    **dict.fromkeys(("aria_vl", "deepseek_ocr2", "ernie4_5_vl_moe", "gemma4_vl", "glm5_next", "inkling"), _NEEDS_MORE),
+    **dict.fromkeys(("deepseek_ocr2", "ernie4_5_vl_moe", "gemma4_vl", "glm5_next", "inkling"), _NEEDS_MORE),
     **dict.fromkeys(("inkling_vl", "minimax_m3_vl", "qwen3_omni_moe", "qwen3_omni_moe_talker"), _NEEDS_MORE),
     **dict.fromkeys(("qwen4_exp_vl", "step3p7", "unlimited_ocr", "muse_spark"), _NEEDS_MORE),
     **dict.fromkeys(("bailing_hybrid", "minimax"), "vLLM has no linear attention for it, not even in BF16"),

@@ -32,6 +32,7 @@ from quads_qat.names import disk_state
 BOTH, CT = ("modelopt", "compressed-tensors"), ("compressed-tensors",)
 REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "afmoe": (("modelopt",), ("W4A16", "W4A4"), r"size of tensor a \(32\) must match"),
+    "aria_vl": (BOTH, ("W4A16", "W4A4"), "chunk expects at least a 1-dimensional tensor|tuple index out of range"),
     "exaone_moe": (("modelopt",), ("W4A16", "W4A4"), r"size of tensor a \(32\) must match"),
     "glm4v_moe": (CT, ("W4A16", "W4A4"), "'QKVParallelLinear' object has no attribute 'data'"),
     "gpt_oss": (BOTH, ("W4A16", "W4A4"), r"layers.0.mlp.experts.(0\.)?w2_bias"),
