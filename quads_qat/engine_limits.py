@@ -134,8 +134,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "vllm: models/aria.py",
         "vLLM",
-        "for Aria's multimodal class its loader takes the gate of one expert for gate and up together; nor does it find "
-        "experts in the list of what was left out",
+        "for Aria's multimodal class its loader takes the gate of one expert for gate and up together; nor does it "
+        "find experts in the list of what was left out",
         "use another engine",
         lambda c: c.is_type("aria"),
     ),
