@@ -31,7 +31,7 @@ def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
     detached = [w.detach() for w in weights]
     dim = tuple(range(1, detached[0].ndim)) if fmt.per_expert else None
     amax = ops.amax(*map(sharding.local, detached), dim=dim)
-    amax = sharding.max_over_shards(amax, detached[0], keep_first_dim=fmt.per_expert)
+    amax = sharding.max_over_shards(amax, detached, keep_first_dim=fmt.per_expert)
     return amax.to(fmt.export_dtype)  # rounding is monotone: the amax of the cast weights
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quads_qat import ops
+from quads_qat import ops, sharding
 from quads_qat.autograd import group_amax
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Schedule, Scope
 from quads_qat.conversion import (
@@ -316,11 +316,12 @@ def install_packed(
 
 
 def amax_of_group(conversion: Conversion, weight: Weight) -> Tensor:
-    """What a parameter's scales are made from: [E] or []; sharded members are gathered."""
+    """What a parameter's scales are made from: [E] or []. Of sharded members all ranks must call this."""
     group = conversion.groups[weight.group]
     if group.held is not None:
         return group.held.to(group.weights()[0].device).to(weight.format.export_dtype)
-    return group_amax([whole(w.detach()) for w in group.weights()], weight.format)
+    weights = group.weights()
+    return sharding.gather_first_dim(group_amax(weights, weight.format), weights[0])
 
 
 def quantize_weight(

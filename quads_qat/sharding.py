@@ -6,7 +6,7 @@ along K, so a shard is quantized where it lies, as long as no cut falls inside a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,21 +35,22 @@ def cuts(placement: Any, dim: int | None = None) -> bool:
     return sharded and (dim is None or placement.dim == dim)
 
 
-def max_over_shards(amax: Tensor, weight: Tensor, *, keep_first_dim: bool) -> Tensor:
-    """``amax`` of this rank's shard of ``weight`` -> that of all shards, on all ranks of its mesh.
+def max_over_shards(amax: Tensor, weights: Sequence[Tensor], *, keep_first_dim: bool) -> Tensor:
+    """``amax`` of this rank's shards of ``weights`` -> that of all shards, on all ranks of their mesh.
 
     Args:
         amax: [] or, with ``keep_first_dim``, [E].
-        weight: the DTensor that it was taken from; anything else changes nothing.
+        weights: the DTensors that it was taken from, each cut in its own way; anything else changes nothing.
         keep_first_dim: shards along dim 0 are other experts, with amaxes of their own.
     """
-    if not is_sharded(weight):
-        return amax
-    for i, placement in enumerate(weight.placements):  # pyright: ignore[reportAttributeAccessIssue]
-        if cuts(placement) and not (keep_first_dim and cuts(placement, 0)):
-            group = weight.device_mesh.get_group(i)  # pyright: ignore[reportAttributeAccessIssue]
-            amax = amax.float()  # gloo does not reduce every 16-bit type; the maximum is the same
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
+    meshes = {}  # one reduction for each mesh dim, in the same order on all ranks
+    for weight in filter(is_sharded, weights):
+        for i, placement in enumerate(weight.placements):  # pyright: ignore[reportAttributeAccessIssue]
+            if cuts(placement) and not (keep_first_dim and cuts(placement, 0)):
+                meshes[weight.device_mesh, i] = None  # pyright: ignore[reportAttributeAccessIssue]
+    for mesh, i in meshes:
+        amax = amax.float()  # gloo does not reduce every 16-bit type; the maximum is the same
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=mesh.get_group(i))
     return amax
 
 

@@ -24,7 +24,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -255,6 +255,24 @@ def tensor_parallel(rank: int, world: int) -> None:
 def _close(got: Tensor, wanted: Tensor) -> None:
     """Two layers, K <= 128: fewer than 2**9 roundings of 2**-24 stand between the two, of the largest value."""
     assert (got - wanted).abs().max() <= 2.0**-15 * wanted.abs().max(), (got - wanted).abs().max()
+
+
+def siblings_cut_in_other_ways(rank: int, world: int) -> None:
+    """One is whole on every rank, one cut along N, one along K: the scale is still that of the whole group."""
+    whole = qq.convert(nn.ModuleDict({f"{leaf}_proj": nn.Linear(64, 32) for leaf in "qkv"}).to(DEVICE), "w4a16")
+    with torch.no_grad():
+        for i, p in enumerate(whole.parameters()):
+            p.copy_(normal(*p.shape, seed=i))
+        whole.v_proj.weight[3, 60], whole.k_proj.weight[31, 0] = 9.0, 7.0  # on the last rank alone
+    model, mesh = copy.deepcopy(whole), init_device_mesh(DEVICE, (world,))
+    for leaf, placement in (("q", Replicate()), ("k", Shard(0)), ("v", Shard(1))):
+        linear = model[f"{leaf}_proj"]
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
+    group = whole.q_proj.scale_group
+    amax = autograd.group_amax(group.weights(), whole.q_proj.weight_format)
+    assert torch.equal(autograd.group_amax(model.q_proj.scale_group.weights(), whole.q_proj.weight_format), amax)
+    got, wanted = exported(model), exported(whole)
+    assert all(torch.equal(got[name], t) for name, t in wanted.items())
 
 
 def cut_blocks(rank: int, world: int) -> None:
@@ -516,6 +534,7 @@ TWO_RANKS = {
     "scales held, codes kept": scales_held_and_codes_kept,
     "ddp": ddp,
     "tensor parallel": tensor_parallel,
+    "siblings cut in other ways": siblings_cut_in_other_ways,
     "cut blocks": cut_blocks,
     "an expert without tokens": expert_without_tokens,
     "expert parallel": expert_parallel,
