@@ -19,10 +19,18 @@ from quads_qat.dialects import carries, tensor_names
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_plan import module_of
-from quads_qat.weight_stream import ActivationScales, export_metadata, export_weights, own_scales, rest_in_memory
+from quads_qat.weight_stream import (
+    DEQUANTIZED,
+    ActivationScales,
+    export_metadata,
+    export_weights,
+    own_scales,
+    rest_in_memory,
+)
 
 _SIDES = "in the rollout", "from the trainer"
 _PARTS = ("qdata", "block_scale", "per_tensor_scale")
+_SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale")
 
 
 @dataclass
@@ -135,18 +143,37 @@ def compare_received(
     taken = dict(received)
     root, conversion = conversion_of(trainer, "check_first_step")
     require_unwrapped(root, "check_first_step")
+    if not any(name.endswith(_SCALES) for name in taken):
+        quantized = {disk.source for disk in export_plan(root, conversion, Dialect.MODELOPT).weights}
+        if (decoded := _compare_decoded(trainer, quantized, taken)) is not None:
+            cast = cast_note(rest_in_memory(root, conversion).values())
+            decoded.note = f"; the engine took dequantized weights{cast}"
+            return decoded
     dialect, names = _dialect_of(trainer, conversion, taken, activations)
     scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - names  # an engine's own, if it has any
     found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names - scales))
     found.note = cast_note(rest_in_memory(root, conversion).values())
     for name, tensor in export_weights(trainer, dialect, activations=activations):
-        there = taken.get(name)
-        if isinstance(there, str):
-            found.add(name, None if there == _digest(tensor) else "its digest differs")
-        elif there is not None:
-            found.add(name, difference(there, tensor, _SIDES))
+        if name in taken:
+            found.add(name, _received_difference(taken[name], tensor))
     _sort_out_scopes(found, dialect)
     return found
+
+
+def _received_difference(there: Tensor | str, here: Tensor) -> str | None:
+    if isinstance(there, str):
+        return None if there == _digest(here) else "its digest differs"
+    return difference(there, here, _SIDES)
+
+
+def _compare_decoded(trainer: nn.Module, quantized: set[str], taken: Mapping[str, Tensor | str]) -> Comparison | None:
+    """Against the stream of dequantized weights; None if not one of those that are quantized is what it has."""
+    names = {name for name, _, _ in export_metadata(trainer, DEQUANTIZED)}
+    found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names))
+    for name, tensor in export_weights(trainer, DEQUANTIZED):
+        if name in taken:
+            found.add(name, _received_difference(taken[name], tensor))
+    return found if (quantized & taken.keys()) - found.different.keys() else None
 
 
 def _sort_out_scopes(found: Comparison, dialect: Dialect) -> None:

@@ -1,16 +1,19 @@
 """Contract under test: ``check_first_step`` passes a sound first step, and names what is wrong with any other."""
 
 import copy
+import re
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from small_modules import TINYMOE
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
+from quads_qat import names
 from quads_qat.token_log_probs import token_log_probs
 
 TEXT = (TINYMOE / "heldout.txt").read_bytes()
@@ -366,3 +369,20 @@ def test_sides_must_not_be_swapped():
 def test_shapes(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         check(**changes)
+
+
+def test_an_engine_that_took_dequantized_weights():
+    """A stale one of them is named; masters, which are not what the trainer multiplies by, are no such stream."""
+    model = qq.convert(tiny_model("qwen3_moe"), "w4a16")
+    stream = dict(qq.export_weights(model, "dequantized"))
+    report = qq.check_first_step(model, received=qq.weight_digests(stream))
+    assert report.ok, report
+    assert "the engine took dequantized weights" in found(report, "weights")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    stream[name] = stream[name] * 2
+    with pytest.raises(ValueError, match=rf"weights.*{re.escape(name)}"):
+        qq.check_first_step(model, received=stream).raise_if_failed()
+    masters = qq.revert(copy.deepcopy(model)).bfloat16()
+    plain = {n: t for n, t in names.disk_state(masters, masters.state_dict()).items() if n in stream}
+    with pytest.raises(ValueError, match=r"coverage.*quantized in the trainer only"):
+        qq.check_first_step(model, received=qq.weight_digests(plain)).raise_if_failed()
