@@ -228,7 +228,7 @@ class W4A16Experts(StandsFor):
         ``quantized`` None: with the master weights.
         """
         with torch.no_grad():
-            weights: dict[str, Any] = self._parameters if quantized is None else quantized  # pyright: ignore[reportAssignmentType]
+            weights = quantized or {name: self._weight(name) for name in self.layout.parameters}
 
             def project(name: str, expert: int, x: Tensor) -> Tensor:
                 self.observers[name].update(x)
@@ -261,7 +261,7 @@ class W4A4Experts(W4A16Experts):
             return self.original_class.forward(self._stand_in({}), *args, **kwargs)
         amaxes = {name: self.amax(name) for name in self.layout.parameters}
         # one view for all experts: its backward is one stack, where a select each would add up whole zero stacks
-        matrices = {name: self._parameters[name].unbind(0) for name in self.layout.parameters}  # pyright: ignore[reportOptionalMemberAccess]
+        matrices = {name: self._weight(name).unbind(0) for name in self.layout.parameters}
 
         def project(name: str, expert: int, x: Tensor) -> Tensor:
             observer, fmt = self.observers[name], self.weight_formats[name]
@@ -358,9 +358,10 @@ def experts_loop(
     top_k_index, top_k_weights = given
     sum_dtype = {"weights": top_k_weights.dtype, "float32": torch.float32}.get(layout.sum_in, hidden_states.dtype)
     out = torch.zeros_like(hidden_states, dtype=sum_dtype)
+    own = min(layout.routed_experts, getattr(module, "num_experts", layout.routed_experts))  # fewer if sharded on E
     for expert, slot, token in _routed(top_k_index):
         rows = hidden_states[token]
-        if expert < layout.routed_experts:
+        if expert < own:
             rows = _one_expert(module, layout, project, expert, rows)
         elif not hasattr(module, "identity_expert"):
             continue  # a masked slot of expert parallelism

@@ -319,13 +319,14 @@ def expert_without_tokens(rank: int, world: int) -> None:
 
 def expert_parallel(rank: int, world: int) -> None:
     """Stacks sharded on E: each rank runs its experts on all tokens, slots of others are masked, outputs are added."""
-    for arch, dispatch in (("qwen3_moe", "grouped_mm"), ("qwen3_moe", "eager"), ("gpt_oss", "grouped_mm")):
+    cases = [("qwen3_moe", "grouped_mm", "w4a16"), ("qwen3_moe", "eager", "w4a16"), ("gpt_oss", "grouped_mm", "w4a16")]
+    for arch, dispatch, mode in [*cases, ("qwen3_moe", "grouped_mm", "w4a4"), ("gpt_oss", "grouped_mm", "w4a4")]:
         if dispatch == "eager" and not _eager_experts_know_other_ranks():
             continue  # such a transformers fails on a masked slot without us, too
         expected, model = (tiny_model(arch).float().to(DEVICE) for _ in range(2))
         for m in (expected, model):
             m.set_experts_implementation(dispatch)
-            qq.convert(m, "w4a16")
+            qq.convert(m, mode)
         mesh = init_device_mesh(DEVICE, (world,))
         whole, module = (next(e for e in m.modules() if isinstance(e, W4A16Experts)) for m in (expected, model))
         with torch.no_grad():
@@ -339,14 +340,20 @@ def expert_parallel(rank: int, world: int) -> None:
         x = normal(7, k, seed=1)
         index = torch.stack([torch.arange(7) % experts, (torch.arange(7) + 1) % experts], 1).to(DEVICE)
         weights = torch.full((7, 2), 0.5, device=DEVICE)
-        wanted = whole(x, index, weights)
+        with qq.observe_activations(expected):
+            wanted = whole(x, index, weights)
         mine = torch.where(index // local == rank, index - rank * local, local)
         module.num_experts, module._is_expert_parallel = local, True
         with torch.no_grad(), qq.full_precision(model), qq.full_precision(expected):
             masters = module(x, mine, weights)
             dist.all_reduce(masters)
             _close(masters, whole(x, index, weights))
-        got = module(x, mine, weights)
+        with qq.observe_activations(model):
+            got = module(x, mine, weights)
+        seen, all_seen = qq.quant_state_dict(model), qq.quant_state_dict(expected)
+        assert seen.keys() == all_seen.keys()
+        for key, amax in all_seen.items():  # of activations between the projections, which differ by sums over K
+            _close(seen[key], amax)
         total = got.detach().clone()
         dist.all_reduce(total)
         _close(total, wanted)
