@@ -121,8 +121,12 @@ class CodeCache:
 
 
 def _checksum(weight: Tensor) -> int:
-    bits = sharding.local(weight.detach()).contiguous().view(torch.uint8).flatten().to(torch.int64)
-    return int((bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum())
+    """Of bytes and their places, a piece at a time: int64 takes eight times the memory of a byte."""
+    bits = sharding.local(weight.detach()).contiguous().view(torch.uint8).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(65521 * 256):
+        total += (piece.to(torch.int64) * (torch.arange(piece.numel(), device=bits.device) % 65521 + 1)).sum()
+    return int(total)
 
 
 class W4A16Linear(nn.Linear):
