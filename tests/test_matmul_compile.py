@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from quads_qat.kernels.hopper import Hopper, options_of
 from quads_qat.kernels.matmul import Narrow, Wide, _options
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 from quads_qat.kernels.native_matmul import native_kernel
@@ -51,6 +52,46 @@ def narrow(tiles: Narrow, architecture: int = 90, terms: int = 1, groups: int = 
 def wide(tiles: Wide, architecture: int = 90, terms: int = 1, groups: int = 0, **extra: Any) -> dict[str, Any]:
     options = _options(tiles, terms, groups, False, False, False, True, architecture >= 90) | {"EVEN": True} | extra
     return compiled(wide_kernel, f"{OPERANDS} *fp32 *i32 i32 i32 i32 i32 i32 i32", options, architecture)
+
+
+def hopper(tiles: Hopper, terms: int = 1, groups: int = 0) -> dict[str, Any]:
+    """The kernel for Hopper, as ``compiled``; descriptors of tensors stand for the pointers of the operands."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from quads_qat.kernels.hopper_kernel import hopper_kernel
+
+    options = options_of(tiles, terms, groups, groups > 0, True)
+    constants = {name: value for name, value in options.items() if name not in LAUNCH}
+    x = f"tensordesc<bf16[{tiles.columns}, 64],{NVMMASharedLayout(128, 16, 2)!r}>"
+    words = f"tensordesc<i32[{tiles.rows}, 32],{NVMMASharedLayout(128, 32, 2)!r}>"
+    scales = f"tensordesc<u8[{tiles.rows}, 16],{NVMMASharedLayout(0, 8, 2)!r}>"
+    types = iter(
+        [x, x, words, scales, *["*fp32", "*bf16", "*i32", "*bf16", "*fp32", "*i32", "i32", "i32", "i32", "i32"]]
+    )
+    names = hopper_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else next(types) for name in names}
+    place = {name: (i,) for i, name in enumerate(names)}
+    aligned = {place[name]: [["tt.divisibility", 16]] for name in names if name.endswith("_ptr") or name == "n"}
+    source = GluonASTSource(hopper_kernel, signature, {place[name]: v for name, v in constants.items()}, aligned)
+    launch = {name: options[name] for name in LAUNCH if options.get(name) is not None}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm
+
+
+@pytest.mark.skipif(find_spec("triton.experimental.gluon") is None, reason="needs Gluon")
+@pytest.mark.parametrize("terms", [1, 2])
+def test_on_hopper_some_warps_decode_while_others_multiply(terms: int):
+    asm = hopper(Hopper(128, 128, 3), terms, groups=8)
+    multiply, decode = asm["ttgir"].split("partition0", 1)
+    loop = re.search(r"scf\.for %t (.*?)scf\.yield %\S+#0", multiply, re.DOTALL)
+    assert loop, "no loop over K"
+    assert loop.group(1).count("isAsync = true") == terms
+    assert f"pendings = {terms}" in loop.group(1), "one step stays in flight while the next is waited for"
+    assert "tt.load" not in loop.group(1)
+    assert decode.count("async_tma_copy_global_to_local") >= 4 * terms + 2
+    assert "ld.shared.v4" in asm["ptx"]
+    assert "st.shared.v4" in asm["ptx"], "a word of codes is one store of 16 bytes"
+    assert "stmatrix" in asm["ptx"], "tiles of y.T are transposed on the way out"
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])

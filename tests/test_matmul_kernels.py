@@ -22,6 +22,7 @@ from quads_qat.config import ActivationFormat, ActivationScale, Recipe, Residual
 from quads_qat.kernels import matmul as module
 from quads_qat.kernels.decode import to_tensor_core_order
 from quads_qat.kernels.grouped_matmul import grouped_matmul
+from quads_qat.kernels.hopper import Hopper, runs_on
 from quads_qat.kernels.matmul import Narrow, Wide, configuration, matmul
 from quads_qat.kernels.native_matmul import native_matmul
 from quads_qat.qtensor import NVFP4Tensor
@@ -283,6 +284,59 @@ def test_graphs_and_streams_share_no_counters():
             assert_same_bits(y, one)
 
 
+# ------------------------------------------------------------------------------------------------------------ on Hopper
+
+
+on_hopper = pytest.mark.skipif(
+    not runs_on(torch.device(DEVICE)), reason="needs sm_90 and Gluon, which interprets nothing"
+)
+HOPPER_TILES = [
+    *(Hopper(128, 256, 3), Hopper(128, 128, 5), Hopper(128, 128, 3, 8, 8), Hopper(128, 128, 3, splits=4)),
+    *(
+        Hopper(256, 64, 3, 8, 8),
+        Hopper(64, 64, 4, 4, 4, 2, 2),
+        Hopper(128, 16, 3, 4, 4, 1, 2),
+        Hopper(128, 64, 5, ahead=3),
+    ),
+]
+
+
+def fits(tiles: Hopper, terms: int) -> bool:
+    ring = tiles.stages * 128 * (tiles.rows + terms * tiles.columns)
+    return ring + tiles.rows * (tiles.columns + 144 * tiles.ahead) <= 231_000
+
+
+@on_hopper
+@pytest.mark.parametrize("tiles", HOPPER_TILES, ids=str)
+@pytest.mark.parametrize("terms", [1, 2])
+def test_tiles_of_hopper(tiles: Hopper, terms: int):
+    """More steps than the ring has slots, rows and columns that end inside a tile, several tiles for each program."""
+    if not fits(tiles, terms):
+        pytest.skip("more shared memory than there is")
+    for m, n, k in ((1, 272, 1024), (tiles.columns + 5, 272, 1024), (3 * tiles.columns - 1, 137, 1024)):
+        q, x, bias = exact_weight(n, k), small_integers(terms, m, k), small_integers(n, seed=2)
+        y = run(x, q, bias, config=tiles)
+        assert_same_bits(y, exact(x, q, bias).bfloat16())
+    m, k = 150 * tiles.columns + 3, 256 * tiles.splits  # more tiles than programs
+    q, x = exact_weight(272, k), small_integers(terms, m, k)
+    assert_same_bits(run(x, q, config=tiles), exact(x, q).bfloat16())
+    x = noise(terms, m, k)
+    assert_same_bits(run(x, q, config=tiles), run(x, q, config=tiles), "twice")
+
+
+@on_hopper
+def test_every_code_with_every_block_scale_on_hopper():
+    k = 256
+    codes = torch.arange(16, dtype=torch.uint8).repeat(128, k // 16)
+    scales = torch.arange(128, dtype=torch.uint8)[:, None].expand(128, k // 16).contiguous()
+    one = torch.ones(())
+    parts = codes[:, ::2] | codes[:, 1::2] << 4, scales.view(torch.float8_e4m3fn), one, Recipe.ALIGNED, one
+    q = NVFP4Tensor(*parts).to(DEVICE)
+    y = run(torch.eye(k, device=DEVICE)[None].bfloat16(), q, config=Hopper(128, 128, 5))
+    assert torch.isnan(y[:, 127]).all()
+    assert torch.equal(y[:, :127].float(), reference.dequantize(q, torch.float32).t()[:, :127] + 0.0)
+
+
 # ----------------------------------------------------------------------------------------------------------- by experts
 
 
@@ -294,13 +348,20 @@ COUNTS = {
 if GPU:
     COUNTS["many rows"] = [140, 1, 0, 23, 64, 65]
 GROUPED_TILES = [None, Narrow(16, 8, 4, 2, 2), Wide(64, 16, 8, 4, 2, 1), Wide(64, 32, 8, 4, 2, 2)]
+if runs_on(torch.device(DEVICE)):
+    GROUPED_TILES += [Hopper(128, 256, 3), Hopper(128, 128, 3, 8, 8), Hopper(64, 64, 4, 4, 4, 2, 2)]
+    GROUPED_TILES += [Hopper(256, 64, 3, 8, 8), Hopper(128, 16, 3, 4, 4, 1, 2)]
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("tiles", GROUPED_TILES, ids=str)
 @pytest.mark.parametrize("terms", [1, 2])
-def test_each_expert_multiplies_its_rows(counts: list[int], tiles: Narrow | Wide | None, terms: int):
+def test_each_expert_multiplies_its_rows(counts: list[int], tiles: Narrow | Wide | Hopper | None, terms: int):
     n, k = (80, 192) if GPU else (24, 64)
+    if isinstance(tiles, Hopper):
+        n, k = 144, 512
+        if not fits(tiles, terms):
+            pytest.skip("more shared memory than there is")
     q = exact_weight(len(counts), n, k)
     x, bias = small_integers(terms, sum(counts), k), small_integers(len(counts), n, seed=2)
     scale = torch.exp2(torch.arange(len(counts), device=DEVICE).float() - 2)

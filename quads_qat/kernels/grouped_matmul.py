@@ -14,20 +14,26 @@ import triton
 from torch import Tensor
 
 from quads_qat.config import Recipe
+from quads_qat.kernels import hopper
 from quads_qat.kernels.decode import RUN
 from quads_qat.kernels.dequantize import dequantize
-from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, prepared, tiles_of
+from quads_qat.kernels.hopper import Hopper
+from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, launch_hopper, prepared, tiles_of
 
 MOST_MEAN_ROWS = 256
 
 
 @lru_cache(maxsize=4096)
-def configuration(m: int, n: int, k: int, experts: int, terms: int, ordered: bool) -> Narrow | Wide | None:
+def configuration(
+    m: int, n: int, k: int, experts: int, terms: int, ordered: bool, on_hopper: bool = False
+) -> Narrow | Wide | Hopper | None:
     """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert.
 
     None: decode all of W once, then multiply in bf16.
     """
     mean = terms * tiles_of(m, max(1, min(experts, m)))
+    if on_hopper and not ordered and (tiles := hopper.grouped_tiles(mean // terms, k, terms)):
+        return tiles
     if mean >= terms * MOST_MEAN_ROWS and not ordered:
         return None
     if not ordered and (mean <= 8 or k % RUN):
@@ -56,7 +62,7 @@ def grouped_matmul(
     row_scale: Tensor | None = None,
     ordered: bool = False,
     dtype: torch.dtype | None = None,
-    config: Narrow | Wide | None = None,
+    config: Narrow | Wide | Hopper | None = None,
     assembly: bool = True,
 ) -> Tensor:
     """``matmul`` of each expert's rows with its own weight.
@@ -84,12 +90,16 @@ def grouped_matmul(
     if y.numel() == 0 or experts == 0:
         return y
     if config is None and x.is_cuda and row_scale is None and y.dtype == x.dtype:
-        config = configuration(m, n, k, experts, terms, ordered)
+        on_hopper = x.dtype == torch.bfloat16 and hopper.runs_on(x.device)
+        config = configuration(m, n, k, experts, terms, ordered, on_hopper)
         if config is None:
             return _decode_and_multiply(x, second, qdata, block_scale, per_tensor_scale, ends, bias)
     config = config or configuration(min(m, 64 * experts), n, k, experts, terms, ordered)
     assert config is not None
     x, second = prepared(x, second, config, ordered, device_of(x)[1])
+    if isinstance(config, Hopper):
+        launch_hopper(config, x, second, qdata, block_scale, per_tensor_scale, bias, ends, y)
+        return y
     used = min(experts, m)
     tiles = used + (m - used) // config.height(terms)  # every expert with rows has a tile, and one more when it is full
     grid = tiles_of(n, config.rows), tiles

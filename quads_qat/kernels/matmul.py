@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quads_qat.config import Recipe
+from quads_qat.kernels import hopper
 from quads_qat.kernels import numerics as num
 from quads_qat.kernels.decode import RUN, to_tensor_core_order
 from quads_qat.kernels.dequantize import dequantize
+from quads_qat.kernels.hopper import Hopper
 from quads_qat.kernels.launch import scale_pointer
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 
@@ -88,11 +90,15 @@ _ROWS_OF_ONE_PRODUCT = 4096  # with fewer, to write W twice costs more than to a
 
 
 @lru_cache(maxsize=4096)
-def configuration(m: int, n: int, k: int, terms: int, processors: int, ordered: bool) -> Narrow | Wide | None:
+def configuration(
+    m: int, n: int, k: int, terms: int, processors: int, ordered: bool, on_hopper: bool = False
+) -> Narrow | Wide | Hopper | None:
     """Which kernel multiplies m rows in ``terms`` terms with W [n, k], and its tiles; None: decode once, then cuBLAS.
 
-    ``ordered``: x is in tensor-core order already, which only the wide kernel takes.
+    ``ordered``: x is in tensor-core order already, which only the wide kernel takes. ``on_hopper``: its kernel can run.
     """
+    if on_hopper and not ordered and (tiles := hopper.dense_tiles(m, n, k, terms, processors)):
+        return tiles
     if m * terms <= MOST_NARROW_COLUMNS and not ordered:
         return _narrow(m * terms, n)
     most = 256 if n * k >= 1 << 25 else 128 if n * k >= 1 << 24 else 64
@@ -178,7 +184,8 @@ def counters(device: torch.device, count: int) -> Tensor:
 
 def takes_order(m: int, n: int, k: int, terms: int, device: torch.device) -> bool:
     """Whether :func:`matmul` of m rows wants them in tensor-core order, and would spend a pass on it."""
-    return m * n > 0 and isinstance(configuration(m, n, k, terms, _device(device.index or 0)[0], False), Wide)
+    processors, on_hopper = _device(device.index or 0)[0], hopper.runs_on(device)
+    return m * n > 0 and isinstance(configuration(m, n, k, terms, processors, False, on_hopper), Wide)
 
 
 def matmul(
@@ -193,12 +200,13 @@ def matmul(
     ordered: bool = False,
     recipe: Recipe = Recipe.ALIGNED,
     dtype: torch.dtype | None = None,
-    config: Narrow | Wide | None = None,
+    config: Narrow | Wide | Hopper | None = None,
     assembly: bool = True,
 ) -> Tensor:
     """``(row_scale[0] * x + row_scale[1] * second) @ W.T + bias`` with W = code * block_scale * per_tensor_scale.
 
-    Products are exact; each term is summed in fp32, then both are added; the result is rounded once.
+    Products are exact; each term is summed in fp32, then both are added (by Hopper's tiles: in one sum); the result is
+    rounded once.
 
     Args:
         x: [M, K] bf16.
@@ -223,11 +231,15 @@ def matmul(
     if m * n == 0:
         return x.new_empty(m, n, dtype=dtype)
     processors, pdl = device_of(x)
-    config = config or configuration(m, n, k, terms, processors, ordered)
+    on_hopper = row_scale is None and x.dtype == dtype == torch.bfloat16 and hopper.runs_on(x.device)
+    config = config or configuration(m, n, k, terms, processors, ordered, on_hopper)
     if config is None:
         return _decode_and_multiply(x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, recipe, dtype)
     x, second = prepared(x, second, config, ordered, pdl)
     y = torch.empty(m, n, dtype=dtype, device=x.device)
+    if isinstance(config, Hopper):
+        launch_hopper(config, x, second, qdata, block_scale, per_tensor_scale, bias, None, y)
+        return y
     grid = (tiles_of(n, config.rows),)
     launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, None, y, assembly)
     return y
@@ -335,8 +347,27 @@ def launch(
     )
 
 
+def launch_hopper(
+    config: Hopper,
+    x: Tensor,
+    second: Tensor | None,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Run the kernel for Hopper."""
+    groups = 0 if ends is None else ends.numel()
+    tiles = hopper.units_of(config, x.shape[0], qdata.shape[-2], groups) // config.splits
+    zeros = counters(x.device, tiles) if config.splits > 1 else None
+    operands = x, second, qdata, block_scale, per_tensor_scale, bias, ends, y
+    hopper.launch(config, *operands, zeros, device_of(x)[0])
+
+
 def prepared(
-    x: Tensor, second: Tensor | None, config: Narrow | Wide, ordered: bool, pdl: bool
+    x: Tensor, second: Tensor | None, config: Narrow | Wide | Hopper, ordered: bool, pdl: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The terms as a kernel wants them: rows of equal strides that start at multiples of 16 bytes, and their order."""
     terms = [x] if second is None else [x, second]

@@ -1,0 +1,176 @@
+"""Launcher of the GEMM kernel for Hopper (``hopper_kernel``), and for which shapes it is the fastest.
+
+It takes K in multiples of 256 and activations in ordinary order, and writes bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+import triton
+from torch import Tensor
+
+from quads_qat.kernels import numerics as num
+
+K_STEP = 256
+"""K is a multiple of it, so that rows of block scales begin where the copy engine can begin."""
+
+
+@dataclass(frozen=True)
+class Hopper:
+    """Tiles of the kernel for Hopper.
+
+    Attributes:
+        rows: of W: 64, 128 or 256.
+        columns: rows of x; a second term has as many.
+        stages: steps of 64 elements of K in the ring.
+        warps: that multiply: 4 or 8, 64 rows each four.
+        decoders: warps that decode, in teams: 4 or 8.
+        splits: units of work that share a tile.
+        programs: a multiprocessor.
+        ahead: times 256 elements of K, the codes in shared memory.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int = 8
+    decoders: int = 4
+    splits: int = 1
+    programs: int = 1
+    ahead: int = 2
+
+    def height(self, terms: int) -> int:
+        """Rows of y."""
+        return self.columns
+
+
+@lru_cache(maxsize=64)
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel can run there: sm_90, and a Triton that has Gluon."""
+    if num.INTERPRETED.value or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return find_spec("triton.experimental") is not None and find_spec("triton.experimental.gluon") is not None
+
+
+_ONE_TERM, _TWO_TERMS = Hopper(128, 256, 3), Hopper(128, 128, 3, decoders=8)
+
+# Microseconds on an H200: a tile's step over one element of K; decoding one weight for cuBLAS; one multiplication there;
+# adding up two fp32 products, an element of y.
+_TILE = {1: 0.0126, 2: 0.0122}
+_DECODING, _MULTIPLYING, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, 1.1e-5
+
+
+def dense_tiles(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | None:
+    """Tiles for m rows of x in ``terms`` terms with W [n, k]; None: something else is as fast, or faster.
+
+    Up to 256 rows that is the wide kernel, where it was measured; beyond, decoding first and cuBLAS, by estimate.
+    """
+    if k % K_STEP:
+        return None
+    tiles = _ONE_TERM if terms == 1 else _TWO_TERMS
+    if m <= 256:
+        return tiles if m > 192 and n * k >= (1 << 27 if terms == 1 else 1 << 25) else None
+    waves = -(-units_of(tiles, m, n, 0) // processors)
+    otherwise = n * k * (_DECODING + m * terms * _MULTIPLYING) + (m * n * _ADDING if terms == 2 else 0)
+    few = m <= 2048 if terms == 2 else waves <= 4  # measured; cuBLAS gains with size
+    return tiles if few and 1.04 * waves * k * _TILE[terms] < otherwise else None
+
+
+def grouped_tiles(mean: int, k: int, terms: int) -> Hopper | None:
+    """Tiles for experts with ``mean`` rows of x; None: something else is as fast, or faster."""
+    most = 1280 if terms == 1 else mean  # a product of twice the K needs W twice
+    if k % K_STEP or not 256 <= mean <= most:
+        return None
+    return _ONE_TERM if terms == 1 else _TWO_TERMS
+
+
+def units_of(config: Hopper, m: int, n: int, groups: int) -> int:
+    """Units of work, for groups the most that any split of the rows can need."""
+    used = min(groups, m)
+    tall = used + (m - used) // config.columns if groups else -(-m // config.columns)
+    return tall * -(-n // config.rows) * config.splits
+
+
+@lru_cache(maxsize=1024)
+def options_of(config: Hopper, terms: int, groups: int, scale_per_group: bool, bias: bool) -> dict[str, object]:
+    """What the kernel is compiled with, but for what depends on the shape."""
+    threads = 32 * (config.warps + config.decoders)
+    each = 65536 // (threads * (2 if threads == 256 else config.programs)) // 8 * 8
+    registers = {4: 152, 8: 128}[config.decoders] if threads > 256 else 104
+    return {
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "STAGES": config.stages,
+        "AHEAD": config.ahead,
+        "TEAMS": 4 if config.stages >= 4 else 2,
+        "DECODERS": config.decoders,
+        "REGISTERS": registers,
+        "SPLITS": config.splits,
+        "TERMS": terms,
+        "GROUPS": triton.next_power_of_2(groups) if groups else 0,
+        "SCALE_PER_GROUP": scale_per_group,
+        "BIAS": bias,
+        "PDL": True,
+        "num_warps": config.warps,
+        "maxnreg": each,
+        "launch_pdl": True,
+    }
+
+
+def descriptors(config: Hopper, x: Tensor, second: Tensor | None, qdata: Tensor, block_scale: Tensor) -> list[object]:
+    """What the copy engine is told of x, the second term, codes and block scales; each needs rows of 16 n bytes."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    k = x.shape[1]
+    words = qdata.contiguous().view(torch.int32).view(-1, k // 8)
+    scales = block_scale.contiguous().view(torch.uint8).view(-1, k // 16)
+    terms = [t if t.stride(0) >= k else t.contiguous() for t in (x, x if second is None else second)]
+    tile = [config.columns, 64]
+    operands = [(t, tile, NVMMASharedLayout(128, 16, 2)) for t in terms]
+    operands.append((words, [config.rows, 32], NVMMASharedLayout(128, 32, 2)))
+    operands.append((scales, [config.rows, 16], NVMMASharedLayout(0, 8, 2)))
+    aligned = [(t if t.data_ptr() % 16 == 0 else t.clone(), block, layout) for t, block, layout in operands]
+    return [TensorDescriptor.from_tensor(*operand) for operand in aligned]
+
+
+def launch(
+    config: Hopper,
+    x: Tensor,
+    second: Tensor | None,
+    qdata: Tensor,
+    block_scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    y: Tensor,
+    counters: Tensor | None,
+    processors: int,
+) -> None:
+    """Run the kernel. ``counters``: for splits, an int32 zero for each tile, which stay zeros."""
+    from quads_qat.kernels.hopper_kernel import hopper_kernel
+
+    (m, k), n = x.shape, qdata.shape[-2]
+    groups = 0 if ends is None else ends.numel()
+    units = units_of(config, m, n, groups)
+    workspace = y
+    if counters is not None:
+        workspace = torch.empty(units * config.rows * config.columns, dtype=torch.float32, device=x.device)
+    hopper_kernel[(min(units, config.programs * processors),)](
+        *descriptors(config, x, second, qdata, block_scale),
+        per_tensor_scale.contiguous(),
+        x if bias is None else bias.contiguous(),
+        x if ends is None else ends,
+        y,
+        workspace,
+        y if counters is None else counters,
+        m,
+        n,
+        groups,
+        k // (64 * config.splits),
+        **options_of(config, 1 if second is None else 2, groups, per_tensor_scale.numel() > 1, bias is not None),
+    )

@@ -1,0 +1,389 @@
+"""The GEMM kernel for many rows on Hopper, in Gluon: some warps decode while others multiply.
+
+A ``wgmma`` whose weights come from registers never overlaps with the decoding of the same warps. So here *decoders*
+read codes and block scales, write tiles of W into a ring in shared memory, and ask for the tiles of x beside them; the
+other warps only wait for a slot of the ring, issue ``wgmma`` on it and give it back. K keeps its order. Weights are the
+left operand, y.T = W x.T: a tile of W is decoded once and meets as many rows of x as a tile holds, of both terms.
+
+Programs stay, one or two a multiprocessor, and take tile after tile: while one is stored, the next is being decoded.
+Gluon has no interpreter: without a GPU this kernel is only compiled (``tests/test_matmul_compile.py``).
+"""
+
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quads_qat.kernels.hopper_decode import decoded, two_lanes_a_row
+
+_barrier = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009, its name before Triton 3.7
+_TILE_SCALE = gl.constexpr(128.0)  # decode.TILE_SCALE
+_GROUP = gl.constexpr(4)  # steps of 64 elements of K whose codes and scales arrive together
+
+
+@gluon.jit
+def _wait_for_the_kernel_before():
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _table(ends_ptr, groups, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
+    """``groups.tiles_of_groups``, in every warp."""
+    if GROUPS == 0:
+        return (0, 0, 0, 0, 0)
+    else:
+        EACH: gl.constexpr = GROUPS // 32 if GROUPS > 32 else 1
+        LAYOUT: gl.constexpr = gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0])
+        group = gl.arange(0, GROUPS, LAYOUT)
+        valid = group < groups
+        end = gl.load(ends_ptr + group, mask=valid, other=0)
+        start = gl.load(ends_ptr + group - 1, mask=valid & (group > 0), other=0)
+        tiles = gl.where(valid, (end - start + (COLUMNS - 1)) // COLUMNS, 0)
+        return (group, start, end, tiles, gl.associative_scan(tiles, 0, _sum))
+
+
+@gluon.jit
+def _place(unit, m, n, table, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr):
+    """(group, first row of x, end of its rows, first row of W) of a unit of work."""
+    tile = unit // SPLITS
+    row_tiles = gl.cdiv(n, ROWS)
+    if GROUPS > 0:
+        this = tile // row_tiles
+        group, start, end, tiles, upto = table
+        chosen = gl.sum((upto <= this).to(gl.int32), 0)
+        own = group == chosen
+        first = gl.sum(gl.where(own, start + (this - upto + tiles) * COLUMNS, 0), 0)
+        stop = gl.sum(gl.where(own, end, 0), 0)
+        weight_tile = tile % row_tiles
+    else:
+        BAND: gl.constexpr = 8  # tiles of x side by side: they and the tiles of W that they meet stay in the L2
+        band = tile // (BAND * row_tiles)
+        height = gl.minimum(gl.cdiv(m, COLUMNS) - band * BAND, BAND)
+        inside = tile % (BAND * row_tiles)
+        first = (band * BAND + inside % height) * COLUMNS
+        weight_tile = inside // height
+        chosen = 0
+        stop = m
+    return chosen, first, stop, weight_tile * ROWS
+
+
+@gluon.jit
+def _ask(words_desc, scales_desc, words, scales, ready, slot, row, run, wanted):
+    """Start to copy the codes and block scales of a group of steps into ``slot``."""
+    bar = ready.index(slot)
+    mbarrier.expect(bar, words.shape[1] * (_GROUP * 36), pred=wanted)
+    tma.async_copy_global_to_shared(words_desc, [row, run * 8], bar, words.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(scales_desc, [row, run * 4], bar, scales.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _following(
+    unit,
+    group,
+    first,
+    row,
+    run,
+    left,
+    units,
+    steps,
+    m,
+    n,
+    table,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    """The group of steps after one: its unit, group, rows of x and of W, first step, and how many are left of it."""
+    run += _GROUP
+    left -= _GROUP
+    if left == 0:
+        unit += gl.num_programs(0)
+        real = gl.minimum(unit, units - 1)
+        group, first, _stop, row = _place(real, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS)
+        run = (real % SPLITS) * steps
+        left = steps
+    return unit, group, first, row, run, left
+
+
+@gluon.jit
+def _decode(
+    descriptors,
+    ends_ptr,
+    packed_ring,
+    ring,
+    sizes,
+    STEP: gl.constexpr,
+    TEAMS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    TERMS: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    """One of TEAMS teams of decoders: has every TEAMS-th step, over all units of this program; team 0 asks for codes.
+
+    Each takes long to fill a slot, most of it in fences and barriers, but they fill several at a time. There are no
+    more teams than slots: one further ahead of the others could not tell a phase from the one after the next.
+    """
+    x_desc, second_desc, words_desc, scales_desc = descriptors
+    words, scales, ready, taken = packed_ring
+    ws, xs, seconds, full, empty = ring
+    m, n, groups, units, steps = sizes
+    STAGES: gl.constexpr = ws.shape[0]
+    ROWS: gl.constexpr = ws.shape[1]
+    COLUMNS: gl.constexpr = xs.shape[1]
+    AHEAD: gl.constexpr = words.shape[0]
+    WORDS: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 4)
+    SCALES: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 1)
+    BYTES: gl.constexpr = COLUMNS * 128 * TERMS
+    table = _table(ends_ptr, groups, GROUPS, COLUMNS)
+    unit = gl.program_id(0)
+    total = gl.cdiv(gl.maximum(units - unit, 0), gl.num_programs(0)) * (steps // _GROUP)
+    group, first, _stop, row = _place(gl.minimum(unit, units - 1), m, n, table, ROWS, COLUMNS, SPLITS, GROUPS)
+    run = (unit % SPLITS) * steps  # 64 elements of K
+    left = steps
+    if STEP == 0:  # what is asked for is AHEAD - 1 groups of steps after what is decoded
+        a_unit, a_group, a_first, a_row, a_run, a_left = unit + 0, group + 0, first + 0, row + 0, run + 0, left + 0
+        for i in gl.static_range(AHEAD - 1):
+            _ask(words_desc, scales_desc, words, scales, ready, i, a_group * n + a_row, a_run, i < total)
+            a_unit, a_group, a_first, a_row, a_run, a_left = _following(
+                a_unit, a_group, a_first, a_row, a_run, a_left, units, steps, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS
+            )
+    for g in range(total):
+        if STEP == 0:
+            last = g + AHEAD - 1
+            mbarrier.wait(taken.index(last % AHEAD), ((g - 1) // AHEAD) & 1, pred=g > 0)
+            at_row = a_group * n + a_row
+            _ask(words_desc, scales_desc, words, scales, ready, last % AHEAD, at_row, a_run, last < total)
+            a_unit, a_group, a_first, a_row, a_run, a_left = _following(
+                a_unit, a_group, a_first, a_row, a_run, a_left, units, steps, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS
+            )
+        here = g % AHEAD
+        mbarrier.wait(ready.index(here), (g // AHEAD) & 1)
+        for j in gl.static_range(STEP, _GROUP, TEAMS):
+            count = g * _GROUP + j
+            slot = count % STAGES
+            mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BYTES)
+            at = [first, (run + j) * 64]
+            tma.async_copy_global_to_shared(x_desc, at, full.index(slot), xs.index(slot))
+            if TERMS == 2:
+                tma.async_copy_global_to_shared(second_desc, at, full.index(slot), seconds.index(slot))
+            codes = words.index(here).slice(8 * j, 8, dim=1)
+            pairs = scales.index(here)._reinterpret(gl.int16, [ROWS, 2 * _GROUP], gl.NVMMASharedLayout(0, 16, 2))
+            for i in gl.static_range(ROWS // 64):
+                packed = codes.slice(64 * i, 64, dim=0).load(WORDS)
+                bytes_ = pairs.slice(64 * i, 64, dim=0).slice(2 * j, 2, dim=1).load(SCALES)
+                ws.index(slot).slice(64 * i, 64, dim=0).store(decoded(packed, bytes_))
+            fence_async_shared()
+            mbarrier.arrive(full.index(slot), count=1)
+        mbarrier.arrive(taken.index(here), count=1)
+        unit, group, first, row, run, left = _following(
+            unit, group, first, row, run, left, units, steps, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS
+        )
+
+
+@gluon.jit
+def _sum_of_parts(acc, workspace_ptr, counter_ptr, part, PARTS: gl.constexpr):
+    """Leave a part of a tile; (whether it was the last to arrive, the sum of all parts in the order of K)."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    MMA: gl.constexpr = acc.type.layout
+    tile_row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA)).to(gl.int64)
+    tile_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA)).to(gl.int64)
+    place = workspace_ptr + (tile_row[:, None] * COLUMNS + tile_column[None, :])
+    gl.store(place + part * (ROWS * COLUMNS), acc)
+    _barrier()
+    last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1
+    total = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
+    if last:
+        for i in range(PARTS):
+            total += gl.load(place + i * (ROWS * COLUMNS), cache_modifier=".cg")
+        gl.store(counter_ptr, 0)  # ready for the next launch
+    return last, total
+
+
+@gluon.jit
+def _store(y_ptr, buffer, tile, first, stop, row, n, p, bias_ptr, BIAS: gl.constexpr):
+    """Scale a tile [ROWS, C], add the bias in fp32, round once, store it into y [M, N]."""
+    C: gl.constexpr = buffer.shape[0]
+    ROWS: gl.constexpr = buffer.shape[1]
+    LANES: gl.constexpr = ROWS // 8 if ROWS < 256 else 32
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    tile *= p
+    if BIAS:
+        in_tile = row + gl.arange(0, ROWS, gl.SliceLayout(1, tile.type.layout))
+        tile += gl.load(bias_ptr + in_tile, mask=in_tile < n, other=0.0).to(gl.float32)[:, None]
+    _barrier()
+    buffer.permute((1, 0)).store(tile.to(gl.bfloat16))
+    _barrier()
+    y = buffer.load(OUT)
+    y_row = first + gl.arange(0, C, gl.SliceLayout(1, OUT))
+    y_column = row + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    inside = (y_row < stop)[:, None] & (y_column < n)[None, :]
+    gl.store(y_ptr + y_row.to(gl.int64)[:, None] * n + y_column[None, :], y, mask=inside)
+
+
+@gluon.jit
+def _multiply(
+    pointers,
+    buffer,
+    ring,
+    sizes,
+    SPLITS: gl.constexpr,
+    TERMS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SCALE_PER_GROUP: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    """The other warps: multiply slot after slot of the ring, and store a tile after its last."""
+    per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, counter_ptr = pointers
+    ws, xs, seconds, full, empty = ring
+    m, n, groups, units, steps = sizes
+    STAGES: gl.constexpr = ws.shape[0]
+    ROWS: gl.constexpr = ws.shape[1]
+    COLUMNS: gl.constexpr = xs.shape[1]
+    HALF: gl.constexpr = COLUMNS // 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
+    STORED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
+    table = _table(ends_ptr, groups, GROUPS, COLUMNS)
+    slot = 0
+    phase = 0
+    gl.assume(steps > 0)  # a loop that may be empty makes ptxas wait for every wgmma
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        group, first, stop, row = _place(unit, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS)
+        acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
+        for t in range(steps):
+            mbarrier.wait(full.index(slot), phase)
+            w = ws.index(slot)._reinterpret(gl.bfloat16, [ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
+            acc = warpgroup_mma(w, xs.index(slot).permute((1, 0)), acc, is_async=True)
+            if TERMS == 2:
+                acc = warpgroup_mma(w, seconds.index(slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(TERMS, deps=[acc])  # what was before is done: its slot is free
+            mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1, pred=t > 0)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        last = True
+        if SPLITS > 1:
+            place = workspace_ptr + (unit // SPLITS).to(gl.int64) * (SPLITS * ROWS * COLUMNS)
+            last, acc = _sum_of_parts(acc, place, counter_ptr + unit // SPLITS, unit % SPLITS, SPLITS)
+        if last:
+            p = gl.load(per_tensor_scale_ptr + (group if SCALE_PER_GROUP else 0)) * _TILE_SCALE
+            bias = bias_ptr + (group * n if GROUPS > 0 and BIAS else 0)
+            left, right = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
+            left = gl.convert_layout(left, STORED, assert_trivial=True)
+            right = gl.convert_layout(right, STORED, assert_trivial=True)
+            _store(y_ptr, buffer, left, first, stop, row, n, p, bias, BIAS)
+            _store(y_ptr, buffer, right, first + HALF, stop, row, n, p, bias, BIAS)
+
+
+@gluon.jit(do_not_specialize=["m", "groups", "steps"])
+def hopper_kernel(
+    x_desc,
+    second_desc,
+    words_desc,
+    scales_desc,
+    per_tensor_scale_ptr,
+    bias_ptr,
+    ends_ptr,
+    y_ptr,
+    workspace_ptr,
+    counter_ptr,
+    m,
+    n,
+    groups,
+    steps,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    TEAMS: gl.constexpr,
+    DECODERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    TERMS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SCALE_PER_GROUP: gl.constexpr,
+    BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """ROWS of W with COLUMNS rows of x; a unit of work is ``steps`` of 64 elements of K of a tile, a multiple of four.
+
+    SPLITS units share a tile and are summed in the order of K. A second term meets each tile of W right after the
+    first, and both are summed in one accumulator. DECODERS warps in TEAMS (2 or 4), with REGISTERS each, decode.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
+    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, 64], TILE)
+    seconds = xs
+    if TERMS == 2:
+        seconds = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, 64], TILE)
+    buffer = gl.allocate_shared_memory(gl.bfloat16, [COLUMNS // 2, ROWS], TILE)
+    words = gl.allocate_shared_memory(gl.int32, [AHEAD, ROWS, 8 * _GROUP], gl.NVMMASharedLayout(128, 32, 2))
+    scales = gl.allocate_shared_memory(gl.uint8, [AHEAD, ROWS, 4 * _GROUP], gl.NVMMASharedLayout(0, 8, 2))
+    ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BARRIER)
+    taken = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(AHEAD):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(taken.index(i), count=TEAMS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)  # x has been asked for and arrives, W is there
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    _barrier()
+    if PDL:
+        _wait_for_the_kernel_before()
+    if GROUPS > 0:
+        _group, _start, _end, tiles, _upto = _table(ends_ptr, groups, GROUPS, COLUMNS)
+        tall = gl.sum(tiles, 0)
+    else:
+        tall = gl.cdiv(m, COLUMNS)
+    units = tall * gl.cdiv(n, ROWS) * SPLITS
+    ring = (ws, xs, seconds, full, empty)
+    sizes = (m, n, groups, units, steps)
+    pointers = (per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, counter_ptr)
+    descriptors = (x_desc, second_desc, words_desc, scales_desc)
+    packed = (words, scales, ready, taken)
+    gl.static_assert(TEAMS <= STAGES)
+    if TEAMS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (pointers, buffer, ring, sizes, SPLITS, TERMS, GROUPS, SCALE_PER_GROUP, BIAS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, SPLITS, TERMS, GROUPS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, SPLITS, TERMS, GROUPS)),
+            ],
+            [DECODERS // TEAMS, DECODERS // TEAMS],
+            [REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (pointers, buffer, ring, sizes, SPLITS, TERMS, GROUPS, SCALE_PER_GROUP, BIAS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, SPLITS, TERMS, GROUPS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, SPLITS, TERMS, GROUPS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 2, TEAMS, SPLITS, TERMS, GROUPS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 3, TEAMS, SPLITS, TERMS, GROUPS)),
+            ],
+            [DECODERS // TEAMS, DECODERS // TEAMS, DECODERS // TEAMS, DECODERS // TEAMS],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
