@@ -58,7 +58,7 @@ def runs_on(device: torch.device) -> bool:
 
 _ONE_TERM, _TWO_TERMS = Hopper(128, 256, 3), Hopper(128, 128, 3, decoders=8)
 
-# Microseconds on an H200: a tile's step over one element of K; decoding one weight for cuBLAS; one multiplication there;
+# Microseconds on an H200: a tile's step over one element of K; decoding one weight for cuBLAS; a multiplication there;
 # adding up two fp32 products, an element of y.
 _TILE = {1: 0.0126, 2: 0.0122}
 _DECODING, _MULTIPLYING, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, 1.1e-5
