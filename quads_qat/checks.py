@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quads_qat import formats
-from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, ResidualScope
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, ResidualScope, require_kind
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 
@@ -178,6 +178,7 @@ def check_grouped_gemm(who: str, x: Tensor, weight: NVFP4Tensor, offs: Tensor) -
 
 def check_activation(who: str, x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> None:
     """A static scale has its amax, and on a CPU x is finite."""
+    require_kind(who, "activation", activation, ActivationFormat)
     if activation.scale is ActivationScale.STATIC and input_amax is None:
         raise ValueError(
             f"{who}: activation_scale='static' needs input_amax; calibrate the model, load a checkpoint that carries "
@@ -195,6 +196,7 @@ def check_static_mask(
     who: str, x: Tensor, residual: ResidualConfig, mask: Tensor | None, experts: int | None = None
 ) -> None:
     """Scope ``static`` has its mask, bool [K], or [E, K] of experts."""
+    require_kind(who, "residual", residual, ResidualConfig)
     if residual.scope is not ResidualScope.STATIC or residual.fraction == 0:
         return
     if mask is None:

@@ -25,6 +25,18 @@ class _Choice(str, Enum):
         return self.value
 
 
+def require_kind(who: str, argument: str, value: object, kind: type) -> None:
+    """``value`` is None or a ``kind``: a dict that looks like one would fail later, without a name."""
+    if value is None or isinstance(value, kind):
+        return
+    given = ", ".join(f"{k}={v!r}" for k, v in value.items()) if isinstance(value, dict) else "..."
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
+    raise TypeError(
+        f"{who}: {argument} must be {article} {kind.__name__} or None, got {type(value).__name__}; pass "
+        f"{kind.__name__}({given})"
+    )
+
+
 class Recipe(_Choice):
     """Which arithmetic turns a tensor into codes and scales: rounding order and zero rules, never the format."""
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any
 
 import torch
@@ -93,14 +94,24 @@ class Conversion:
     rules: tuple[str, ...] = ()  #: regular expressions of scale groups, the ``groups`` of ``convert``
 
 
+def require_model(who: str, argument: str, model: object) -> None:
+    """Raise TypeError if ``model`` is something else: a path, say, or nothing."""
+    if not isinstance(model, nn.Module):
+        load = "; load it first: quads_qat.load_rollout, quads_qat.load_model, from_pretrained"
+        way_out = load if isinstance(model, str | PathLike) else ""
+        raise TypeError(f"{who}: {argument} must be a model (torch.nn.Module), got {type(model).__name__}{way_out}")
+
+
 def conversion_of(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[nn.Module, Conversion]:
     """The module that ``convert`` was called on (``model`` or one inside it) and its record.
 
     ``mode``: what the error tells to convert to.
 
     Raises:
+        TypeError: ``model`` is none.
         ValueError: nothing in ``model`` was converted, or several parts of it were, one by one.
     """
+    require_model(who, "rollout" if mode is Mode.W4A4_RESIDUAL else "model", model)
     found = [(name, module) for name, module in model.named_modules() if STATE in module.__dict__]
     if not found:
         loaded = ", or load it with quads_qat.load_rollout" if mode is Mode.W4A4_RESIDUAL else ""

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from quads_qat import ops, sharding
 from quads_qat.autograd import group_amax
-from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Schedule, Scope
+from quads_qat.config import (
+    ActivationFormat,
+    ActivationScale,
+    Mode,
+    Recipe,
+    ResidualConfig,
+    Schedule,
+    Scope,
+    require_kind,
+)
 from quads_qat.conversion import (
     STATE,
     Conversion,
@@ -28,6 +37,7 @@ from quads_qat.conversion import (
     conversion_of,
     full_name,
     refuse_save_pretrained,
+    require_model,
     require_same_modules,
     require_unwrapped,
     select,
@@ -87,12 +97,15 @@ def convert(
         ValueError: an unknown name, a pattern that matches nothing, a weight whose K is not a multiple of 16, an expert
             class of unknown layout, a partly excluded scale group, a mode that cannot follow the present one, for
             ``w4a4_residual`` a weight on meta or with NaN or inf. ``model`` is unchanged then.
-        TypeError: a weight of a dtype that cannot be quantized.
+        TypeError: no model; a weight of a dtype that cannot be quantized; a dict where a config belongs.
 
     >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
     >>> coverage(model).quantized_elements
     256
     """
+    require_model("convert", "model", model)
+    require_kind("convert", "residual", residual, ResidualConfig)
+    require_kind("convert", "schedule", schedule, Schedule)
     mode, recipe, scope = Mode(mode), Recipe(recipe), Scope(scope)
     check_patterns(include=include, exclude=exclude, groups=groups)
     if residual is not None and mode is not Mode.W4A4_RESIDUAL:

@@ -20,7 +20,7 @@ from torch import nn
 from quads_qat import checkpoint_io, dialects, engine_limits
 from quads_qat import contract as contracts
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, export_plan, layer_of, natural_order, with_stacks_of
-from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, Scope
+from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.experts import layout_of
@@ -62,7 +62,8 @@ def export_checkpoint(
         model: converted to w4a16 or w4a4.
         path: directory to make; it must not exist. It appears when everything is written.
         dialect: ``modelopt`` (vLLM, SGLang, TensorRT-LLM) or ``compressed-tensors`` (transformers, vLLM, SGLang).
-        source: the original checkpoint: its config.json is kept and only extended, tokenizer and code are copied.
+        source: the original checkpoint: its config.json is kept, with the dtype of what is written, and extended;
+            tokenizer and code are copied.
         activations: as in :func:`~quads_qat.weight_stream.export_weights`.
         residual: what rollouts of this checkpoint compensate, recorded in config.json; None leaves it to
             :func:`~quads_qat.load.load_rollout`.
@@ -74,6 +75,7 @@ def export_checkpoint(
             half-written stays.
     """
     dialect = Dialect(dialect)
+    require_kind("export_checkpoint", "residual", residual, ResidualConfig)
     root, conversion, _ = prepare(model, dialect, "export_checkpoint")
     warn_before_start(conversion, "export_checkpoint")
     contract = contract_of_export(conversion, activations, residual, activation_scale)
@@ -185,7 +187,7 @@ def scale_groups_on_disk(plan: Plan) -> list[list[DiskWeight]]:
 
 def _config_of(root: nn.Module, source: str | Path | None, export_dtype: torch.dtype) -> dict[str, Any]:
     if source is not None:
-        return checkpoint_io.read_json(Path(source) / "config.json")
+        return checkpoint_io.with_dtype(checkpoint_io.read_json(Path(source) / "config.json"), export_dtype)
     config: Any = getattr(root, "config", None)
     if config is None:
         return {}
@@ -193,8 +195,7 @@ def _config_of(root: nn.Module, source: str | Path | None, export_dtype: torch.d
     written.setdefault("architectures", [type(root).__name__])
     if "num_local_experts" in written and hasattr(config, "num_experts"):  # readers know one or the other
         written.setdefault("num_experts", written["num_local_experts"])
-    written["dtype"] = str(export_dtype).removeprefix("torch.")
-    return written
+    return checkpoint_io.with_dtype(written, export_dtype)
 
 
 def configs(

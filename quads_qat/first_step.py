@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat.config import Mode
+from quads_qat.config import Mode, require_kind
 from quads_qat.contract import Contract, contract_of
 from quads_qat.conversion import Conversion, conversion_of
 from quads_qat.diagnose import GapStats, gap_stats
@@ -150,6 +150,7 @@ def check_first_step(
         report = check_first_step(trainer, rollout, input_ids=ids, logp_rollout=logp, temperature=0.8)
         print(report)
     """
+    require_kind("check_first_step", "limits", limits, GapLimits)
     _, conversion = conversion_of(trainer, "check_first_step")
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, names, ops
 from quads_qat.checkpoint_plan import Plan, cut, is_transposed_stack
-from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig
+from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, require_kind
 from quads_qat.contract import Contract, RolloutPolicy, given_contract
 from quads_qat.convert import install, install_packed
 from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part, shared_input_amax
@@ -55,7 +55,9 @@ def load_rollout(
 
     Raises:
         ValueError: a missing or damaged file, tensor or scale, an unknown architecture, another contract.
+        TypeError: ``residual`` is no ResidualConfig.
     """
+    require_kind("load_rollout", "residual", residual, ResidualConfig)
     checkpoint = Checkpoint.open(path)
     if weights_only and (residual or activation_scale or activation_recipe):
         raise ValueError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from quads_qat import checkpoint_io, dialects, engine_limits, ops
 from quads_qat.activation_scales import calibration_data, observed_amaxes, recorded_scales, require_tokenizer
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
-from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope
+from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
 from quads_qat.export import (
     configs,
     contract_of_export,
@@ -95,6 +95,7 @@ def quantize_checkpoint(
     """
     dialect, recipe, device = Dialect(dialect), Recipe(recipe), torch.device(device)
     dialects.check_recipe(recipe, dialect)
+    require_kind("quantize", "residual", residual, ResidualConfig)
     _check_arguments(activations, calibrate, workers, shard_bytes)
     selection: dict[str, Any] = {"scope": Scope(scope), "include": tuple(include), "exclude": tuple(exclude)}
     reader = checkpoint_io.Reader(source)
@@ -105,6 +106,7 @@ def quantize_checkpoint(
         require_tokenizer(reader.path)
     given = recorded_scales(activations, plan, dialect) if isinstance(activations, Path) else activations
     scales = {} if text is not None else input_scales(plan, conversion, dialect, given)
+    config = checkpoint_io.with_dtype(reader.config, next(iter(conversion.weights.values())).format.export_dtype)
     kind = "observed" if text is not None else "none" if given == "none" else "given"
     quantized = [disk.name for disk in plan.weights]
     contract = contract_of_export(conversion, kind, residual, activation_scale)
@@ -135,7 +137,7 @@ def quantize_checkpoint(
         job,
         pack(work.units(), shard_bytes),
         reader,
-        configs(reader.config, dialect, ignored, contract),
+        configs(config, dialect, ignored, contract),
         workers=workers,
         progress=progress,
         prepare=observe,

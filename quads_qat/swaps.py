@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quads_qat import ops, reference, reference_matmul
 from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig, ResidualScope
-from quads_qat.conversion import STATE, Conversion, conversion_of
+from quads_qat.conversion import STATE, Conversion, conversion_of, require_model
 from quads_qat.convert import quantize_weight
 from quads_qat.experts import ExpertsLayout, StandsFor, expert_bias, experts_loop, layout_of
 from quads_qat.qtensor import NVFP4Tensor
@@ -94,6 +94,7 @@ Seen = Callable[[str, str, "int | None", Ingredients, Tensor], None]
 
 def root_of(model: nn.Module) -> tuple[nn.Module, Conversion | None]:
     """The model without wrappers (DDP, torch.compile), and its conversion if it has one."""
+    require_model("diagnose", "each side", model)
     if any(STATE in module.__dict__ for module in model.modules()):
         return conversion_of(model, "diagnose")
     while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from quads_qat.conversion import STATE, Weight, conversion_of, select
+from quads_qat.conversion import STATE, Weight, conversion_of, require_model, select
 from quads_qat.sharding import cut_by
 
 _ROWWISE_LEAVES = ("o_proj", "down_proj", "out_proj", "w2", "wo", "dense_4h_to_h")
@@ -35,6 +35,7 @@ def check_tp(model: nn.Module, tp: int, *, plan: Mapping[str, str] | None = None
     """
     if tp < 1:
         raise ValueError(f"check_tp: tp must be at least 1, got {tp}; pass the number of ranks that share a layer")
+    require_model("check_tp", "model", model)
     converted = any(STATE in module.__dict__ for module in model.modules())
     root, conversion = conversion_of(model, "check_tp") if converted else (model, select(model))
     own = getattr(root, "_tp_plan", None) or getattr(root, "tp_plan", None) or {}

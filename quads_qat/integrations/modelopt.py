@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from quads_qat import ops
 from quads_qat.checkpoint_plan import DiskWeight, cut
-from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig
+from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, require_kind
 from quads_qat.contract import KEY
 from quads_qat.conversion import Weight
 from quads_qat.convert import install, install_packed
@@ -80,6 +80,8 @@ class ModelOptConfig(Mxfp4Config):
                 "ModelOptConfig: with dequantize=True or weights_only=True nothing quantizes activations; drop "
                 "residual, activation_scale and activation_recipe"
             )
+        if not isinstance(residual, dict):
+            require_kind("ModelOptConfig", "residual", residual, ResidualConfig)
         super().__init__(dequantize=dequantize)
         self.quant_method: Any = "modelopt"
         self.residual = ResidualConfig(**residual) if isinstance(residual, dict) else residual
