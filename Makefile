@@ -21,7 +21,7 @@ test-engines: $(ENGINES)/.installed
 
 # Needs TRL, which `make test` goes without: the notebooks run, without being changed, and so do TRL's tests.
 notebooks: $(VENV)/.notebooks
-	$(BIN)/python -m pytest -q tests/test_integrations_trl.py tests/test_notebooks.py
+	$(BIN)/python -m pytest -n 2 -q tests/test_integrations_trl.py tests/test_notebooks.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

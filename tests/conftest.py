@@ -12,7 +12,7 @@ settings.register_profile(
     "ci", deadline=None, derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=2000)
-settings.register_profile("few", settings.get_profile("ci"), max_examples=10, phases=[Phase.explicit, Phase.generate])
+settings.register_profile("few", settings.get_profile("ci"), max_examples=7, phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 import triton
@@ -50,10 +49,10 @@ class Hopper:
 
 @lru_cache(maxsize=64)
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel can run there: sm_90, and a Triton that has Gluon."""
+    """Whether the kernel can run there: sm_90, and Triton 3.6 or newer, whose Gluon it is written in."""
     if num.INTERPRETED.value or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return find_spec("triton.experimental") is not None and find_spec("triton.experimental.gluon") is not None
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
 _ONE_TERM, _TWO_TERMS = Hopper(128, 256, 3), Hopper(128, 128, 3, decoders=8)
