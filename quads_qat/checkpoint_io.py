@@ -162,6 +162,27 @@ def json_text(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json's content for weights of ``dtype``, under the name that it has for it, old or new.
+
+    Nested configs follow if they are of the text model or say what the whole did; another tower may have another dtype.
+    """
+    name, keys = str(dtype).removeprefix("torch."), ("dtype", "torch_dtype")
+    said = {config[key] for key in keys if isinstance(config.get(key), str)}
+
+    def follows(part: dict[str, Any], is_text: bool) -> dict[str, Any]:
+        changed = dict(part)
+        for key, value in part.items():
+            if isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
+                changed[key] = follows(value, key == "text_config")
+            elif key in keys and isinstance(value, str) and (is_text or value in said):
+                changed[key] = name
+        return changed
+
+    top = {key: name for key in keys if key in config} or {"dtype": name}
+    return follows(config, is_text=False) | top
+
+
 def require_apart(source: Path, destination: Path) -> None:
     """Raise ValueError if both are one directory: no message may then advise to remove it."""
     try:

@@ -59,8 +59,9 @@ def quantize_checkpoint(
     """Quantize a BF16 checkpoint directory into an NVFP4 one, without building the model.
 
     Quantized weights are the bytes that loading, converting and exporting the model gives; everything else is copied as
-    it is, with tokenizer, generation config, chat templates and custom code. After a kill, the same call continues:
-    shards that were finished are verified by their SHA-256 and kept. When all is there, it changes nothing.
+    it is, with tokenizer, generation config, chat templates and custom code. The dtype in config.json is the
+    one that the weights decode to: bf16 for a source in fp32. After a kill, the same call continues: shards that were
+    finished are verified by their SHA-256 and kept. When all is there, it changes nothing.
 
     Args:
         source: a directory with config.json and safetensors; any floating dtype, cast as loading it would.

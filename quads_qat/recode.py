@@ -92,13 +92,12 @@ def dequantize_checkpoint(
         units[name] = recoded.unit({name: (kept, shapes[name])}, partial(_joined, checkpoint, model, name, biases))
     units |= {name: copied(checkpoint.reader, name) for name in recoded.rest}
     config = {k: v for k, v in checkpoint.reader.config.items() if k not in ("quantization_config", KEY)}
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     return write_checkpoint(
         destination,
         {"command": "dequantize", "dtype": str(dtype)},
         pack(_layer_by_layer(units), shard_bytes),
         checkpoint.reader,
-        {"config.json": config},
+        {"config.json": checkpoint_io.with_dtype(config, dtype)},
         workers=workers,
         progress=progress,
         left_behind=["recipe.yaml"],  # llm-compressor's: it describes what is undone here
@@ -174,7 +173,7 @@ def convert_dialect(
         {"command": "convert-dialect", "dialect": dialect.value},
         pack(_layer_by_layer(units), shard_bytes),
         checkpoint.reader,
-        _configs(checkpoint, ignored, dialect),
+        _configs(checkpoint, recoded.rest, ignored, dialect),
         workers=workers,
         progress=progress,
     )
@@ -379,10 +378,15 @@ def _split_bias(checkpoint: Checkpoint, name: str, into: list[SplitBias]) -> Ite
     yield from ((bias.name, 0, bias.of_source(tensor)) for bias in into)
 
 
-def _configs(checkpoint: Checkpoint, ignored: list[str], dialect: Dialect) -> dict[str, dict[str, Any]]:
-    weights_only = checkpoint.weights_only
+def _configs(
+    checkpoint: Checkpoint, rest: Iterable[str], ignored: list[str], dialect: Dialect
+) -> dict[str, dict[str, Any]]:
+    config, weights_only = checkpoint.reader.config, checkpoint.weights_only
+    held = {checkpoint.reader.entry(name).dtype for name in rest if not name.endswith(CACHE_SCALES)}
+    if len(held) == 1 and held <= {*_DTYPES}:  # of several, the source must know which one readers shall take
+        config = checkpoint_io.with_dtype(config, held.pop())
     entry = dialects.quantization_config(dialect, ignored, weights_only=weights_only)
-    files = {"config.json": checkpoint.reader.config | {"quantization_config": entry}}
+    files = {"config.json": config | {"quantization_config": entry}}
     if dialect is Dialect.MODELOPT:
         files = {"hf_quant_config.json": dialects.hf_quant_config(ignored, weights_only=weights_only), **files}
     return files

@@ -387,6 +387,55 @@ def test_without_a_source_the_config_comes_from_the_model(tmp_path: Path) -> Non
     assert (tmp_path / "out" / "generation_config.json").exists()
 
 
+@pytest.mark.parametrize("activations", ["none", "observed"])
+@dialects
+def test_a_source_in_fp32_announces_what_the_files_hold(dialect: Dialect, activations: str, tmp_path: Path) -> None:
+    """Else readers would ask for fp32, and multiply by it what decodes to bf16."""
+    AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / "qwen3", dtype=torch.float32).save_pretrained(
+        tmp_path / "source"
+    )
+    original = config(tmp_path / "source")
+    assert original["dtype"] == "float32"
+    model = observed(qq.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "source"), "w4a16"))
+    options: dict[str, Any] = {"dialect": dialect, "activations": activations, "source": tmp_path / "source"}
+    qq.export_checkpoint(model, tmp_path / "out", **options)
+    written = config(tmp_path / "out")
+    assert {k: written[k] for k in original} == original | {"dtype": "bfloat16"}
+    assert qq.verify(model, tmp_path / "out").ok
+    assert {p.dtype for p in qq.load_model(tmp_path / "out").parameters()} == {torch.bfloat16}
+    assert qq.load_rollout(tmp_path / "out").dtype == torch.bfloat16
+    with qq.patch_transformers():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded(IDS).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("said", ["float32", "bfloat16", "float16", None])
+def test_the_dtype_of_the_config_is_that_of_the_files(
+    said: str | None, key: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Old and new name; the text model's config and those that say what the whole does; others are of other towers."""
+    source = tmp_path / "source"
+    source.mkdir()
+    original = config(CHECKPOINTS / "bf16" / "qwen3")
+    original.pop("dtype")
+    other = "float64"
+    nested = {"text_config": {key: "float32", "n": 1}, "vision_config": {key: other}, "audio_config": {key: said}}
+    given = original | nested | ({} if said is None else {key: said})
+    (source / "config.json").write_text(json.dumps(given), "utf-8")
+    qq.export_checkpoint(trainer("qwen3", dtype), tmp_path / "out", dialect="modelopt", source=source)
+    written, name = config(tmp_path / "out"), "float16" if dtype == torch.float16 else "bfloat16"
+    stored = tensors(tmp_path / "out")
+    assert stored["model.norm.weight"].dtype == getattr(torch, name)
+    assert written["dtype" if said is None else key] == name
+    assert not {"dtype", "torch_dtype"} - {"dtype" if said is None else key} & written.keys()
+    assert written["text_config"] == {key: name, "n": 1}
+    assert written["vision_config"] == {key: other}
+    assert written["audio_config"] == {key: None if said is None else name}
+
+
 def test_an_empty_destination_is_taken(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     qq.export_checkpoint(shared("qwen3"), tmp_path / "out", dialect="modelopt")

@@ -481,3 +481,29 @@ def test_mixed_dtypes_are_cast_as_loading_casts_them(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(ours[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
     assert qq.verify(model, tmp_path / "files").ok
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@dialects
+def test_a_source_in_fp32_announces_what_its_weights_decode_to(dialect: Dialect, key: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / "qwen3", dtype=torch.float32).save_pretrained(source)
+    original = config(source)
+    original[key] = original.pop("dtype")
+    assert original[key] == "float32"
+    (source / "config.json").write_text(json.dumps(original), "utf-8")
+    out = tmp_path / "out"
+    assert qq.quantize_checkpoint(source, out, dialect=dialect)
+    written = config(out)
+    assert {k: written[k] for k in original} == original | {key: "bfloat16"}
+    assert qq.verify_checkpoint(source, out).ok
+    assert not qq.quantize_checkpoint(source, out, dialect=dialect)  # its record has no quarrel with that
+    trainer = qq.convert(AutoModelForCausalLM.from_pretrained(source), "w4a16")
+    qq.export_checkpoint(trainer, tmp_path / "exported", dialect=dialect)
+    ids = torch.arange(12)[None]
+    with qq.patch_transformers(), torch.no_grad():
+        loaded, expected = (AutoModelForCausalLM.from_pretrained(path) for path in (out, tmp_path / "exported"))
+        assert loaded.dtype == torch.bfloat16
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    for load in (qq.load_model, qq.load_rollout):
+        assert load(out).dtype == torch.bfloat16

@@ -287,6 +287,22 @@ def test_the_other_dialect_is_what_export_writes(name: str, activations: str, ch
 
 
 @dialects
+def test_configs_announce_the_dtype_of_the_files(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+    """Of a checkpoint whose config.json kept the fp32 of the model that it was trained from."""
+    path = rewritten(checkpoint("qwen3moe", dialect), tmp_path / "source", {})
+    told = config(path) | {"dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(told), "utf-8")
+    convert_dialect(path, tmp_path / "other", dialect=OTHER[dialect])
+    assert config(tmp_path / "other")["dtype"] == "bfloat16"
+    dequantize_checkpoint(path, tmp_path / "plain", dtype=torch.float16)
+    assert config(tmp_path / "plain")["dtype"] == "float16"
+    norm = {"model.norm.weight": tensors(path)["model.norm.weight"].float()}  # nothing to be sure of
+    (mixed := rewritten(path, tmp_path / "mixed", norm) / "config.json").write_text(json.dumps(told), "utf-8")
+    convert_dialect(mixed.parent, tmp_path / "kept", dialect=OTHER[dialect])
+    assert config(tmp_path / "kept")["dtype"] == "float32"
+
+
+@dialects
 def test_powers_of_two_of_others(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
     """What counts is the scales, not who wrote them."""
     path = rewritten(checkpoint("gpt_oss", dialect, "observed"), tmp_path / "foreign", {})
