@@ -31,7 +31,7 @@ the update on the stream that replays, or synchronize in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_ledger import Ledger
 from quads_qat.sync_plan import PackedTarget, SyncPlan, Target, module_of, sync_plan
+
+_STREAMS = "pass quads_qat.export_weights(trainer, 'modelopt') or trainer.state_dict()"
 
 Metadata = Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
 
@@ -110,7 +112,8 @@ def update_weights(
             name that comes twice; packed tensors of two dialects, or of one that the rollout's recipe does not go with;
             a scale group of which only a part is packed, or with several scales; at the end, missing or unexpected
             names (``strict``).
-        TypeError: what comes is no pair of a name and a tensor.
+        TypeError: no model, or no stream; what comes is no pair of a name and a tensor. If it is the first that comes,
+            or stands in a dict or list, the rollout is as it was.
 
     Activation scales that come along replace the static ones; a scale of a rollout that uses none is ignored, and so
     are scales of KV caches. Static residual masks stay as they are: they depend on activations, not on weights. They
@@ -121,6 +124,11 @@ def update_weights(
     >>> qq.update_weights(rollout, qq.export_weights(trainer, "modelopt")).layers  # doctest: +SKIP
     1
     """
+    if isinstance(named_tensors, nn.Module) and not isinstance(rollout, nn.Module):
+        raise TypeError(
+            f"update_weights: rollout must be a model (torch.nn.Module), got {type(rollout).__name__}; the order is "
+            "update_weights(rollout, named_tensors)"
+        )
     root, conversion = conversion_of(rollout, "update_weights", Mode.W4A4_RESIDUAL)
     if conversion.mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(
@@ -136,6 +144,7 @@ def update_weights(
             "update_weights: another sync of this rollout is under way (in a thread, or in the generator that this one "
             "reads); let it finish first"
         )
+    stream = _stream_of(named_tensors)
     plan = sync_plan(root, conversion)
     if metadata is not None:
         expected = _checked_metadata(Ledger(root, conversion, plan, made_under), metadata, strict)
@@ -143,23 +152,26 @@ def update_weights(
         items = map(_checked_item, named_tensors.items())
         layouts = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in items)
         _checked_metadata(Ledger(root, conversion, plan, made_under), layouts, strict=False)
-    stream = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    state, before = conversion.sync, conversion.sync.broken
-    state.broken = "the weights of this rollout are being synced; wait until update_weights returns"
+    state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True
     try:
         sync = _Sync(root, conversion, plan, made_under)
         for item in stream:
             name, tensor = _checked_item(item)
+            if not begun:  # what is no stream at all breaks nothing
+                begun, state.broken = True, "the weights of this rollout are being synced; wait for update_weights"
             if metadata is not None and expected.pop(name, None) != (tensor.dtype, tuple(tensor.shape)):
                 raise ValueError(f"update_weights: {name} is not what the metadata announced, once for each name")
             sync.take(name, tensor)
+        begun = True
         report = sync.finish(strict)
     except BaseException as error:
-        state.broken = (
-            f"the last weight sync of this rollout failed ({type(error).__name__}: {error}), and its layers may be of "
-            "different ages; send all weights again with quads_qat.update_weights"
-        )
+        state.broken = before
+        if begun:
+            state.broken = (
+                f"the last weight sync of this rollout failed ({type(error).__name__}: {error}), and its layers may be "
+                "of different ages; send all weights again with quads_qat.update_weights"
+            )
         raise
     finally:
         state.running = False
@@ -167,12 +179,26 @@ def update_weights(
     return report
 
 
+def _stream_of(named_tensors: Any) -> Iterator[Any]:
+    """Its items; those that are at hand are looked at now, before any byte changes."""
+    if isinstance(named_tensors, (nn.Module, Tensor, str, bytes)) or not isinstance(named_tensors, Iterable):
+        raise TypeError(
+            f"update_weights: named_tensors must be (name, tensor) pairs or a dict, got "
+            f"{type(named_tensors).__name__}; {_STREAMS}"
+        )
+    items: Iterable[Any] = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    if isinstance(named_tensors, (dict, list, tuple)):
+        for item in items:
+            _checked_item(item)
+    return iter(items)
+
+
 def _checked_item(item: Any) -> tuple[str, Tensor]:
     name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise TypeError(
             f"update_weights: named_tensors must yield (name, tensor) pairs, got {type(name).__name__} and "
-            f"{type(tensor).__name__}; pass model.state_dict()"
+            f"{type(tensor).__name__}; {_STREAMS}"
         )
     if tensor.is_meta:
         raise ValueError(f"update_weights: {name} is on the meta device and has no values; load the weights first")

@@ -511,9 +511,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: packed(trainer(recipe="modelopt")),
         r"must be a power of two \(recipe 'aligned'\), got .*; the trainer has another recipe than the rollout",
     ),
-    "no pairs": (lambda: [t for _, t in packed()], r"must yield \(name, tensor\) pairs, got NoneType and Tensor"),
-    "no tensors": (lambda: {"model.norm.weight": [1.0]}, r"must yield \(name, tensor\) pairs, got str and list"),
-    "meta": (lambda: [("model.norm.weight", torch.ones(64, device="meta"))], "is on the meta device and has no values"),
+    "no pair in the middle": (
+        lambda: iter([*packed()[:9], packed()[9][1]]),
+        r"must yield \(name, tensor\) pairs, got NoneType and Tensor",
+    ),
 }
 
 
@@ -521,6 +522,57 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_wrong_stream_is_refused(kind: str):
     make, message = WRONG[kind]
     refused(rollout(), make(), message)
+
+
+def stops() -> Iterator[tuple[str, Tensor]]:
+    raise ZeroDivisionError("the trainer has nothing")
+    yield
+
+
+NO_STREAM: dict[str, tuple[Callable[[], Any], str]] = {
+    "a model": (
+        trainer,
+        r"got Qwen3MoeForCausalLM; pass quads_qat\.export_weights\(trainer, .*trainer\.state_dict\(\)",
+    ),
+    "a path": (lambda: "out", "got str; pass quads_qat"),
+    "a path object": (lambda: Path("out"), "got PosixPath; pass quads_qat"),
+    "None": (lambda: None, "got NoneType; pass quads_qat"),
+    "a number": (lambda: 5, "got int; pass quads_qat"),
+    "a tensor": (lambda: torch.ones(2), "got Tensor; pass quads_qat"),
+    "a function": (lambda: packed, "got function; pass quads_qat"),
+    "names": (lambda: iter(["model.norm.weight"]), r"must yield \(name, tensor\) pairs, got NoneType and str"),
+    "tensors": (lambda: (t for _, t in packed()), r"must yield \(name, tensor\) pairs, got NoneType and Tensor"),
+    "metadata": (lambda: qq.export_metadata(trainer(), "modelopt"), r"pairs, got NoneType and tuple; pass quads_qat"),
+    "a list with a name": (lambda: [*packed()[:9], "x"], r"pairs, got NoneType and str"),
+    "no tensors": (lambda: {"model.norm.weight": [1.0]}, r"must yield \(name, tensor\) pairs, got str and list"),
+    "meta": (lambda: [("model.norm.weight", torch.ones(64, device="meta"))], "is on the meta device and has no values"),
+    "a stream that stops": (stops, "the trainer has nothing"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_STREAM)
+def test_what_is_no_stream_leaves_the_rollout_in_use(kind: str):
+    make, message = NO_STREAM[kind]
+    model = rollout()
+    expected = logits(model)
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=message):
+        qq.update_weights(model, make())
+    assert_same_bits(logits(model), expected)
+    assert_same_state(state(model), fresh(seed=0))
+    with pytest.raises(ValueError, match="missing"):
+        qq.update_weights(model, [])
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=message):
+        qq.update_weights(model, make())
+    with pytest.raises(RuntimeError, match="send all weights again"):  # what is broken stays so
+        logits(model)
+
+
+def test_swapped_arguments_are_told():
+    wrong: Any = packed()
+    with pytest.raises(
+        TypeError, match=r"rollout must be a model .*, got list; the order is update_weights\(rollout, "
+    ):
+        qq.update_weights(wrong, rollout())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("recipe", "dialect"), [("modelopt", "compressed-tensors"), ("llm-compressor", "modelopt")])
