@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
-from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
+from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
 
@@ -173,6 +173,7 @@ class W4A16Experts(StandsFor):
                 f"{full}: {problem}; list such layers with quads_qat.check_tp(model, tp), then shard them along E, or "
                 "exclude them from quantization"
             )
+        refuse_other_dtype(self, name, weight, self.weight_formats[name], self.scale_groups[name])
         return sharding.local(weight)
 
     def source(self, name: str) -> Source:

@@ -129,6 +129,18 @@ def _checksum(weight: Tensor) -> int:
     return int(total)
 
 
+def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: WeightFormat, group: ScaleGroup) -> None:
+    """A weight that comes in 16 bits of another kind than it is exported from has been rounded once too often."""
+    if weight.dtype in (torch.float32, torch.float64, fmt.export_dtype):
+        return
+    name = next(full for owner, p, full in group.members if owner is module and p == parameter)
+    raise ValueError(
+        f"{name}: its forward sees {weight.dtype}, but it is exported from {fmt.export_dtype}, so the two would be "
+        f"rounded differently; with FSDP2 take MixedPrecisionPolicy(param_dtype={fmt.export_dtype}), else cast the "
+        "model before quads_qat.convert"
+    )
+
+
 class W4A16Linear(nn.Linear):
     """``y = x @ fake_quantize(weight).T + bias``; ``weight`` is the full-precision master weight.
 
@@ -155,6 +167,7 @@ class W4A16Linear(nn.Linear):
                 f"{name}: {problem}; list such layers with quads_qat.check_tp(model, tp), then exclude them from "
                 "quantization or from row-wise sharding"
             )
+        refuse_other_dtype(self, "weight", self.weight, self.weight_format, self.scale_group)
         codes = self.code_cache.codes(self, "weight", self.scale_group, self.weight_format)
         return autograd.linear(
             x,

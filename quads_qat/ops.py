@@ -395,6 +395,7 @@ def grouped_linear_w4a16(
     torch.Size([3, 8])
     """
     checks.check_grouped_gemm("grouped_linear_w4a16", x, weight, offs)
+    offs = offs.contiguous()
     if _resolve(backend, x) == "triton":
         return gemms.linear_w4a16(x, weight, bias, offs)
     return reference_matmul.grouped_linear_w4a16(x, weight, offs, bias)
@@ -417,6 +418,7 @@ def grouped_linear_w4a4(
     """
     activation = activation or ActivationFormat()
     checks.check_grouped_gemm("grouped_linear_w4a4", x, weight, offs)
+    offs = offs.contiguous()
     checks.check_activation("grouped_linear_w4a4", x, activation, input_amax)
     if _resolve(backend, x) == "triton" and _goes_together(x, activation):
         return gemms.linear_w4a4(x, weight, bias, activation, input_amax, offs)
@@ -454,6 +456,7 @@ def grouped_residual_linear(
     """
     activation = activation or ActivationFormat()
     checks.check_grouped_gemm("grouped_residual_linear", x, weight, offs)
+    offs = offs.contiguous()
     checks.check_activation("grouped_residual_linear", x, activation, input_amax)
     mask = mask if residual.scope is ResidualScope.STATIC else None
     checks.check_static_mask("grouped_residual_linear", x, residual, mask, len(weight.qdata))

@@ -175,6 +175,9 @@ class PackedModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if problems := [*self._problems_of(state_dict, prefix)]:
+            args[-1].extend(problems)  # error_msgs: load_state_dict raises them together
+            return
         for name, buffer in self._buffers.items():
             if buffer is None and name.endswith(_OPTIONAL) and prefix + name in state_dict:
                 device = next(b.device for b in self._buffers.values() if b is not None)
@@ -182,6 +185,34 @@ class PackedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name in self.recipes:
             self.refresh(name)
+
+    def _problems_of(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
+        """What shows that a state is that of another rollout: the recipe, or the share of channels in a mask."""
+        for name, recipe in self.recipes.items():
+            scale = state_dict.get(f"{prefix}{name}_per_tensor_scale")
+            known = recipe is Recipe.ALIGNED and scale is not None and not scale.is_meta
+            if known and bool((torch.frexp(scale.float())[0] != 0.5).any()):
+                yield (
+                    f"{prefix}{name}: its per-tensor scale is no power of two, so the state is of another recipe than "
+                    "this rollout's 'aligned'; load it into a rollout of the checkpoint that it belongs to"
+                )
+            key = "residual_mask" if name == "weight" else f"{name}_residual_mask"
+            mask = state_dict.get(prefix + key)
+            if mask is not None and (problem := self.mask_problem(mask)):
+                yield f"{prefix}{key}: {problem}"
+
+    def mask_problem(self, mask: Tensor) -> str | None:
+        """Why a static mask [K] or [E, K] does not belong to this rollout's ``ResidualConfig``."""
+        residual: ResidualConfig | None = getattr(self, "residual", None)
+        if residual is None or residual.scope is not ResidualScope.STATIC or mask.is_meta:
+            return None
+        wanted = residual.selected(mask.shape[-1] // residual.granularity) * residual.granularity
+        if bool((mask.sum(-1) == wanted).all()):
+            return None
+        return (
+            f"the mask selects {int(mask.sum(-1).max())} of {mask.shape[-1]} channels, fraction={residual.fraction} is "
+            f"{wanted}; calibrate the rollout, or load it with the fraction that the mask was made for"
+        )
 
 
 def _in_shape(scale: Tensor, shape: torch.Size, lead: int) -> Tensor | None:

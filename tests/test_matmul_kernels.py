@@ -486,6 +486,10 @@ def test_grouped_ops_follow_the_reference():
         wanted = function(x, q, offs, bias=bias, backend="reference", **options)
         error, largest = (y.float() - wanted.float()).abs(), float(wanted.abs().max())
         assert (error <= 2.0**-7 * (wanted.float().abs() + largest)).all(), (function, options)
+    strided = torch.stack([offs, torch.zeros_like(offs)], 1)[:, 0]  # every other number of memory
+    for function, options in pairs:
+        y = function(x, q, strided, bias=bias, backend="triton", **options)
+        assert_same_bits(y, function(x, q, offs, bias=bias, backend="triton", **options))
     for mask in (None, static_mask := torch.ones(2, 64, dtype=torch.bool, device=DEVICE), static_mask.float()[0]):
         with pytest.raises(
             ValueError, match=r"grouped_residual_linear: (scope='static' needs a mask|mask must be bool)"

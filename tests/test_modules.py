@@ -152,6 +152,24 @@ def test_fp32_masters_are_cast_to_the_dtype_of_the_export_first(config_dtype: ob
     assert model.fc.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("masters", "compute"), [("float32", "float16"), ("float16", "bfloat16"), ("bfloat16", "float16")]
+)
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_a_weight_cast_to_other_16_bits_than_it_is_exported_from_is_refused_by_name(arch, masters: str, compute: str):
+    """FSDP2's mixed precision does that: the forward would quantize a weight that was rounded once more."""
+    model = tiny_model(arch).to(getattr(torch, masters))
+    inputs = tiny_inputs(model)
+    qq.convert(model, "w4a16", scope="experts" if arch == "qwen3_moe" else "all")
+    model.to(getattr(torch, compute))
+    with pytest.raises(
+        ValueError, match=rf"model\.layers\.0\..*: its forward sees torch.{compute}, but it is exported"
+    ):
+        model(**inputs)
+    with qq.full_precision(model):
+        model(**inputs)
+
+
 def test_masters_near_the_end_of_fp32_are_quantized_by_their_cast_amax():
     model = qq.convert(fill(linears("fc")), "w4a16")
     with torch.no_grad():

@@ -221,6 +221,32 @@ def test_a_state_dict_brings_a_static_scale_and_a_mask_to_a_module_without():
         full.load_state_dict(packed_linear().state_dict(), strict=True)
 
 
+@pytest.mark.parametrize("other", ["modelopt", "llm-compressor", "transformer-engine"])
+def test_a_state_dict_of_another_recipe_is_refused(other: str):
+    model = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a4_residual", recipe=other).state_dict()
+    with pytest.raises(RuntimeError, match=r"o_proj.weight: its per-tensor scale is no power of two"):
+        model.load_state_dict(state)
+    packed = [name for name in before if "_proj" in name and name.endswith("qdata")]
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in packed)
+
+
+def test_a_static_mask_of_another_fraction_is_refused():
+    models = [
+        qq.convert(tiny_model("qwen3_moe"), "w4a4_residual", residual=ResidualConfig(fraction=f, scope="static"))
+        for f in (0.25, 0.75)
+    ]
+    few, many = models
+    qq.calibrate(few, [tiny_inputs(few)])
+    with pytest.raises(
+        RuntimeError, match=r"residual_mask: the mask selects \d+ of \d+ channels, fraction=0.75 is \d+"
+    ):
+        many.load_state_dict(few.state_dict())
+    qq.calibrate(many, [tiny_inputs(many)])
+    many.load_state_dict(many.state_dict())
+
+
 def test_a_deep_copy_is_independent():
     module = full_module()
     twin, x = copy.deepcopy(module), x_of(torch.float32)
