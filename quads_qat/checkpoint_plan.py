@@ -113,6 +113,14 @@ class Plan:
         return {disk.source for disk in self.weights} | {bias.source for bias in self.biases}
 
 
+def biases_by_source(plan: Plan) -> dict[str, list[SplitBias]]:
+    """Split biases by the tensor that they are parts of."""
+    found: dict[str, list[SplitBias]] = {}
+    for bias in plan.biases:
+        found.setdefault(bias.source, []).append(bias)
+    return found
+
+
 class Assembly:
     """Codes and scales [(E,) N, K] of one parameter, put together from its parts on disk, which come in any order."""
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quads_qat import ops
-from quads_qat.checkpoint_plan import DiskWeight
-from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, shared_input_amax
+from quads_qat.checkpoint_plan import DiskWeight, SplitBias, biases_by_source
+from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_bias, read_parameter, shared_input_amax
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
 from quads_qat.required_tensors import require_tensors
@@ -74,7 +74,7 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
     """
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     weights = [set(c.quantized()) for c in (first, second)]
-    together = _stacks(first, second) if weights[0] != weights[1] else {}
+    together, stacked_biases = _stacks(first, second) if weights[0] != weights[1] else ({}, {})
     inside = [{disk.name for parts in together.values() for disk in parts[i]} for i in (0, 1)]
     weights = [found - stacked for found, stacked in zip(weights, inside, strict=True)]
     for name in sorted(weights[0] ^ weights[1]):
@@ -94,11 +94,23 @@ def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
             yield row
     if how := _contract_difference(first, second):
         yield {"name": "config.json", "difference": how}
-    others = [set(c.reader.names()) - quantized_tensors(c) for c in (first, second)]
+    split = {bias.name for pair in stacked_biases.values() for _, biases in pair for bias in biases}
+    others = [set(c.reader.names()) - quantized_tensors(c) - split - {*stacked_biases} for c in (first, second)]
     for name in sorted(others[0] ^ others[1]):
         yield {"name": name, "only_in": str(a if name in others[0] else b)}
-    for name in sorted(others[0] & others[1]):
-        if how := difference(first.reader.get(name), second.reader.get(name), ("in the first", "in the second")):
+    for name in sorted({*(others[0] & others[1]), *stacked_biases}):
+        try:
+            if name in stacked_biases:
+                values = [
+                    read_bias(c, model, biases) if biases else c.reader.get(name)
+                    for c, (model, biases) in zip((first, second), stacked_biases[name], strict=True)
+                ]
+            else:
+                values = [c.reader.get(name) for c in (first, second)]
+        except ValueError as error:
+            yield {"name": name, "difference": str(error)}
+            continue
+        if how := difference(values[0], values[1], ("in the first", "in the second")):
             yield {"name": name, "difference": how}
 
 
@@ -150,18 +162,25 @@ def describe(row: dict[str, Any]) -> str:
 
 
 _Parts = tuple[list[DiskWeight], list[DiskWeight]]
+_Biases = list[tuple[nn.Module, list[SplitBias]]]
 
 
-def _stacks(first: Checkpoint, second: Checkpoint) -> dict[str, _Parts]:
-    """Parameters that one checkpoint holds as a 3-D stack and the other expert by expert, and their parts in each."""
+def _stacks(first: Checkpoint, second: Checkpoint) -> tuple[dict[str, _Parts], dict[str, _Biases]]:
+    """Parameters that one checkpoint holds as a 3-D stack and the other expert by expert, and their parts in each.
+
+    Likewise their biases, with the skeleton of each; without parts where they are one tensor.
+    """
     if not any(name.endswith("_proj") for c in (first, second) for name in c.quantized()):
-        return {}
-    plans = []
-    for checkpoint in (first, second):
-        model = skeleton(checkpoint.reader.path, checkpoint.reader.names())
-        plans.append(by_parameter(checkpoint.plan(model)[1]))
-    both = [name for name in plans[0] if name in plans[1]]
-    return {n: (plans[0][n], plans[1][n]) for n in both if len(plans[0][n]) != len(plans[1][n])}
+        return {}, {}
+    models = [skeleton(c.reader.path, c.reader.names()) for c in (first, second)]
+    plans = [checkpoint.plan(model)[1] for checkpoint, model in zip((first, second), models, strict=True)]
+    weights, biases = [by_parameter(plan) for plan in plans], [biases_by_source(plan) for plan in plans]
+    both = [name for name in weights[0] if name in weights[1]]
+    stacks = {n: (weights[0][n], weights[1][n]) for n in both if len(weights[0][n]) != len(weights[1][n])}
+    split = biases[0].keys() ^ biases[1].keys()
+    return stacks, {
+        name: [(model, found.get(name, [])) for model, found in zip(models, biases, strict=True)] for name in split
+    }
 
 
 def _whole(checkpoint: Checkpoint, parts: list[DiskWeight]) -> tuple[NVFP4Tensor, Tensor | None]:

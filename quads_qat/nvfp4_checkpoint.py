@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, names
-from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, cut, disk_plan
+from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, SplitBias, cut, disk_plan
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY, Contract
 from quads_qat.conversion import Conversion, select
@@ -203,6 +203,24 @@ def read_parameter(checkpoint: Checkpoint, parameter: Tensor, disks: list[DiskWe
     for disk in disks:
         assembly.add(disk, read_part(checkpoint, parameter, disk))
     return assembly.finish()
+
+
+def read_bias(checkpoint: Checkpoint, model: nn.Module, biases: list[SplitBias]) -> Tensor:
+    """The 2-D bias [E, N] of a stack, from its experts' biases."""
+    shape, dtype = model.get_parameter(biases[0].parameter).shape, checkpoint.reader.entry(biases[0].name).dtype
+    value = torch.empty(shape, dtype=dtype)
+    for bias in biases:
+        part, place = checkpoint.reader.get(bias.name), bias.of_source(value)
+        if place.shape != part.shape:
+            raise ValueError(
+                f"{checkpoint.reader.path}: {bias.name} must have shape {list(place.shape)}, got {list(part.shape)}"
+            )
+        if part.dtype != dtype:
+            raise ValueError(
+                f"{checkpoint.reader.path}: {bias.name} must be {dtype} as {biases[0].name} is, got {part.dtype}"
+            )
+        place.copy_(part)
+    return value
 
 
 def by_parameter(plan: Plan) -> dict[str, list[DiskWeight]]:

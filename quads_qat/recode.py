@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, engine_limits, names, ops
-from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, cut, disk_plan, source_tensor
+from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, biases_by_source, cut, disk_plan, source_tensor
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
 from quads_qat.export import ignored_modules
-from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part
+from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_bias, read_parameter, read_part
 from quads_qat.output_shards import Piece, Unit, copied, pack, write_checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.required_tensors import require_tensors
@@ -154,7 +154,7 @@ def convert_dialect(
         layouts = _layouts_of(checkpoint, model, parts, disks, dialect)
         make = partial(_in_dialect, checkpoint, model, parts, disks, dialect)
         units[disks[0].name] = recoded.unit(layouts, make, [disk.name for disk in parts])
-    joined, split = recoded.biases(), _by_bias_source(target)
+    joined, split = recoded.biases(), biases_by_source(target)
     for name, biases in joined.items():
         kept, whole = checkpoint.reader.entry(biases[0].name).dtype, model.get_parameter(biases[0].parameter)
         into = split.get(name, [])
@@ -216,14 +216,7 @@ class _Recoded:
 
     def biases(self) -> dict[str, list[SplitBias]]:
         """Split biases by the tensor that they are parts of."""
-        return _by_bias_source(self.plan)
-
-
-def _by_bias_source(plan: Plan) -> dict[str, list[SplitBias]]:
-    found: dict[str, list[SplitBias]] = {}
-    for bias in plan.biases:
-        found.setdefault(bias.source, []).append(bias)
-    return found
+        return biases_by_source(self.plan)
 
 
 # ----------------------------------------------------------------------------------------------------------- dequantize
@@ -248,18 +241,7 @@ def _decoded_alone(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Ite
 
 
 def _joined(checkpoint: Checkpoint, model: nn.Module, name: str, biases: list[SplitBias]) -> Iterator[Piece]:
-    """The 2-D bias [E, N] of a stack from its experts' biases."""
-    value = torch.empty_like(model.get_parameter(biases[0].parameter), device="cpu").detach()
-    for i, bias in enumerate(biases):
-        part = checkpoint.reader.get(bias.name)
-        value = value.to(part.dtype) if i == 0 else value
-        place = bias.of_source(value)
-        if place.shape != part.shape:
-            raise ValueError(
-                f"{checkpoint.reader.path}: {bias.name} must have shape {list(place.shape)}, got {list(part.shape)}"
-            )
-        place.copy_(part)
-    yield name, 0, value
+    yield name, 0, read_bias(checkpoint, model, biases)
 
 
 # -------------------------------------------------------------------------------------------------------------- dialect

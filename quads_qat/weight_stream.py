@@ -18,6 +18,7 @@ from quads_qat.checkpoint_plan import (
     DiskWeight,
     Plan,
     SplitBias,
+    biases_by_source,
     export_plan,
     layer_of,
     natural_order,
@@ -131,7 +132,7 @@ def export_metadata(
 
 def export_rest(root: nn.Module, conversion: Conversion, plan: Plan) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, tensor) of everything that stays in high precision, layer by layer."""
-    rest, biases = rest_in_memory(root, conversion), _biases_by_source(plan)
+    rest, biases = rest_in_memory(root, conversion), biases_by_source(plan)
     for layer in by_layer(rest).values():
         yield from _rest_of_layer(root, {name: rest[name] for name in layer}, biases)
 
@@ -195,7 +196,7 @@ def _stream(root: nn.Module, plan: Plan, dialect: Dialect | None, source: _Sourc
     for disk in plan.weights:
         parts.setdefault(disk.weight.name, []).append(disk)
     extra = {} if dialect is None else cache_scales(plan, dialect, source.scales)
-    biases = {} if dialect is None else _biases_by_source(plan)
+    biases = {} if dialect is None else biases_by_source(plan)
     for layer in by_layer([*parts, *source.rest, *extra]).values():
         for parameter in (name for name in layer if name in parts):
             q = source.quantize(parts[parameter][0].weight)
@@ -294,13 +295,6 @@ def rest_in_memory(root: nn.Module, conversion: Conversion) -> dict[str, tuple[T
             is_master = masters and state[name].dtype == torch.float32 and not any(k in name for k in kept)
             rest[name] = state[name], cast if is_master else state[name].dtype
     return rest
-
-
-def _biases_by_source(plan: Plan) -> dict[str, list[SplitBias]]:
-    biases: dict[str, list[SplitBias]] = {}
-    for bias in plan.biases:
-        biases.setdefault(bias.source, []).append(bias)
-    return biases
 
 
 def _rest_of_layer(

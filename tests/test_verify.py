@@ -377,11 +377,28 @@ def test_stacks_and_single_experts_are_compared(tmp_path: Path) -> None:
     paths = [tmp_path / dialect for dialect in Dialect]
     for dialect, path in zip(Dialect, paths, strict=True):
         qq.export_checkpoint(model, path, dialect=dialect)
-    assert all(row["name"].endswith("bias") and "only_in" in row for row in qq.diff(*paths))  # split in one, too
+    assert list(qq.diff(*paths)) == list(qq.diff(*reversed(paths))) == []  # biases are split in one, too
     name = "model.layers.1.mlp.experts.2.up_proj.weight_packed"
     damaged = rewritten(paths[1], tmp_path / "damaged", {name: flip(tensors(paths[1])[name])})
-    (row,) = [row for row in qq.diff(paths[0], damaged) if "codes" in row]
+    (row,) = qq.diff(paths[0], damaged)
     assert (row["name"], row["codes"], row["block_scales"]) == ("model.layers.1.mlp.experts.gate_up_proj", 1, 0)
+    # up_proj is every second row of gate_up_proj
+    name, stacked = "model.layers.1.mlp.experts.2.up_proj.bias", "model.layers.1.mlp.experts.gate_up_proj_bias"
+    bias = tensors(paths[1])[name]
+    changed = rewritten(paths[1], tmp_path / "changed", {name: torch.cat([bias[:3], bias[3:4] + 1, bias[4:]])})
+    (row,) = qq.diff(changed, paths[0])
+    assert row["name"] == stacked
+    assert row["difference"].startswith(f"1 of {tensors(paths[0])[stacked].numel()} elements, first at (2, 7): ")
+    short = rewritten(paths[1], tmp_path / "short", {name: bias[:-1].clone()})
+    assert [(row["name"], "must have shape" in row["difference"]) for row in qq.diff(short, paths[0])] == [
+        (stacked, True)
+    ]
+    lacking = rewritten(paths[1], tmp_path / "lacking", {name: None})
+    (row,) = qq.diff(paths[0], lacking)
+    assert (row["name"], row["difference"]) == (stacked, f"{lacking}: tensor {name} is missing")
+    lacking = rewritten(paths[0], tmp_path / "without", {stacked: None})
+    (row,) = qq.diff(paths[1], lacking)
+    assert (row["name"], row["difference"]) == (stacked, f"{lacking}: tensor {stacked} is missing")
 
 
 @dialects
