@@ -139,7 +139,7 @@ def export_rest(root: nn.Module, conversion: Conversion, plan: Plan) -> Iterator
 
 def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Module, Conversion, Dialect | None]:
     """The converted module, its record and the dialect (None: dequantized), if it can be exported."""
-    chosen = None if dialect == DEQUANTIZED else Dialect(dialect)
+    chosen = _dialect_or_none(dialect)
     root, conversion = conversion_of(model, who)
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError(
@@ -154,6 +154,15 @@ def prepare(model: nn.Module, dialect: Dialect | str, who: str) -> tuple[nn.Modu
         if parameter.is_meta:
             raise ValueError(f"{who}: {name} is on the meta device and has no values; load the weights first")
     return root, conversion, chosen
+
+
+def _dialect_or_none(dialect: Dialect | str) -> Dialect | None:
+    if isinstance(dialect, str) and dialect.lower() == DEQUANTIZED:  # any spelling, as of a Dialect
+        return None
+    try:
+        return Dialect(dialect)
+    except ValueError as error:
+        raise ValueError(f"{error}, {DEQUANTIZED}") from None
 
 
 def warn_before_start(conversion: Conversion, who: str) -> None:

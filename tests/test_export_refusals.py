@@ -91,12 +91,18 @@ def test_a_source_weight_that_is_not_finite(tmp_path: Path) -> None:
     refused(f"{name}: .*finite", lambda: qq.quantize_checkpoint(source, tmp_path / "out"), tmp_path)
 
 
-def test_dialects_and_recipes() -> None:
+def test_dialects_and_recipes(tmp_path: Path) -> None:
     model = dense()
     refused(
-        "Dialect: unknown value 'gguf'; choose one of modelopt, compressed-tensors",
+        "Dialect: unknown value 'gguf'; choose one of modelopt, compressed-tensors, dequantized$",
         lambda: qq.export_weights(model, "gguf"),
     )
+    refused("compressed-tensors, dequantized$", lambda: qq.export_metadata(model, "gguf"))
+    refused(  # which writes files that announce a dialect
+        "choose one of modelopt, compressed-tensors$",
+        lambda: qq.export_checkpoint(model, tmp_path / "out", dialect="dequantized"),
+    )
+    assert qq.export_metadata(model, "Dequantized") == qq.export_metadata(model, "dequantized")
     refused("group_by must be 'layer', got 'size'", lambda: qq.export_weights(model, "modelopt", group_by="size"))
     carried = {
         "aligned": list(Dialect),
