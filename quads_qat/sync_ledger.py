@@ -39,7 +39,7 @@ class Ledger:
             raise ValueError(f"update_weights: {name} came twice; send each tensor once")
         self.seen.add(name)
         packed, plain = self.plan.packed.get(name), self.plan.plain.get(name, [])
-        if packed is not None and (not plain or dtype in (torch.uint8, torch.float8_e4m3fn)):
+        if packed is not None and (not plain or _is_packed(packed, plain, dtype, shape)):
             return self._enter_packed(name, packed, dtype, shape)
         for target in plain:
             self._enter_plain(name, target, dtype, shape)
@@ -144,3 +144,13 @@ class Ledger:
             else:
                 names |= dict.fromkeys(self.plan.disk_names.get(parameter, [parameter]))
         return [name for name in names if name not in self.seen]
+
+
+def _is_packed(
+    places: dict[Dialect, PackedTarget], plain: list[Target], dtype: torch.dtype, shape: tuple[int, ...]
+) -> bool:
+    """Which of two a tensor is meant to be whose name both have: ModelOpt's codes are called as the weight is."""
+    if dtype in (torch.uint8, torch.float8_e4m3fn):
+        return True
+    packed_shapes = [place.layout[1] for place in places.values() if place.layout is not None]
+    return shape in packed_shapes and all(shape != target.shape for target in plain)

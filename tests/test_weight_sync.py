@@ -384,6 +384,24 @@ def byte(value: int) -> Callable[[Tensor], Tensor]:
             lambda t: t[:-1],
             r"q_proj\.weight must be torch\.uint8 \[64, 32\], got torch\.uint8 \[63, 32\]",
         ),
+        *(
+            (
+                f"{Q}.weight",
+                by,
+                rf"q_proj\.weight must be torch\.uint8 \[64, 32\], got torch\.{dtype} \[64, 32\]",
+            )
+            for by, dtype in (
+                (lambda t: t.view(torch.int8), "int8"),
+                (lambda t: t.float(), "float32"),
+                (lambda t: t.bfloat16(), "bfloat16"),
+                (lambda t: t.long(), "int64"),
+            )
+        ),
+        (
+            f"{Q}.weight",
+            lambda t: t.repeat(1, 2).view(torch.int8),
+            r"q_proj\.weight must be torch\.bfloat16 or float32, which is cast to that, got torch.int8",
+        ),
         (
             f"{Q}.weight_scale",
             lambda t: t[:, :-1],
