@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ class Unit:
         layouts: the tensors it makes.
         source_bytes: what it reads.
         make: yields (name, offset in bytes, that part of the tensor).
+        not_finite: names of tensors of the source that were found to hold NaN or inf; fills up while it is made.
     """
 
     layouts: dict[str, Layout]
     source_bytes: int
     make: Callable[[], Iterator[Piece]]
+    not_finite: set[str] = field(default_factory=set)
 
     @property
     def nbytes(self) -> int:
@@ -52,19 +54,25 @@ class Unit:
 _LOOKED_AT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def copied(reader: Reader, name: str, not_finite: set[str] | None = None) -> Unit:
-    """A tensor as it is in the source; its name goes to ``not_finite`` if it holds NaN or inf."""
-    entry = reader.entry(name)
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor inf; not looked for in floats of 8 bits and less."""
+    if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)  # one pass; both are NaN if there is one
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def copied(reader: Reader, name: str, *, look: bool = False) -> Unit:
+    """A tensor as it is in the source. ``look``: whether it holds NaN or inf."""
+    entry, not_finite = reader.entry(name), set[str]()
 
     def make() -> Iterator[Piece]:
         for at, piece in reader.pieces(name):
-            if not_finite is not None and entry.dtype in _LOOKED_AT:
-                low, high = torch.aminmax(piece.view(entry.dtype))  # one pass; both are NaN if there is one
-                if not bool(torch.isfinite(low) & torch.isfinite(high)):
-                    not_finite.add(name)
+            if look and not is_finite(piece.view(entry.dtype)):
+                not_finite.add(name)
             yield name, at, piece
 
-    return Unit({name: (entry.dtype, entry.shape)}, entry.nbytes, make)
+    return Unit({name: (entry.dtype, entry.shape)}, entry.nbytes, make, not_finite)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +288,7 @@ def _make(unit: Unit, writer: FileWriter) -> None:
 
 def _finish(destination: Destination, writer: FileWriter, shard: Shard) -> None:
     writer.finish()
-    destination.finish_shard(shard.file)
+    destination.finish_shard(shard.file, {name for unit in shard.units for name in unit.not_finite})
 
 
 # -------------------------------------------------------------------------------------------------- tensors that come

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from quads_qat.export import (
     plan_checkpoint,
     scale_groups_on_disk,
 )
-from quads_qat.output_shards import Unit, copied, digest, pack, write_checkpoint
+from quads_qat.output_shards import Unit, copied, digest, is_finite, pack, write_checkpoint
+from quads_qat.record import not_finite
 from quads_qat.resume import Destination
 from quads_qat.safetensors_file import nbytes
 from quads_qat.weight_stream import ActivationScales, by_layer, cache_scales, emit, input_scales
@@ -92,7 +93,8 @@ def quantize_checkpoint(
             holds something else, is being written by another process, has too little space or cannot be written.
 
     Warns:
-        UserWarning: a tensor that is copied holds NaN or inf. (In one that is quantized that is an error.)
+        UserWarning: a tensor that is copied holds NaN or inf; said again where all is there already. (In one that is
+            quantized that is an error.)
     """
     dialect, recipe, device = Dialect(dialect), Recipe(recipe), torch.device(device)
     dialects.check_recipe(recipe, dialect)
@@ -143,7 +145,7 @@ def quantize_checkpoint(
         progress=progress,
         prepare=observe,
     )
-    if found := sorted(work.not_finite, key=natural_order):
+    if found := sorted(not_finite(Path(destination)), key=natural_order):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.warn(
             f"{reader.path}: {found[0]}{more} hold{'' if more else 's'} NaN or inf; not quantized, copied as it is",
@@ -169,10 +171,7 @@ def _check_arguments(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What there is to do, in units. ``scales`` may be filled in later: their names are known before.
-
-    ``not_finite`` fills up with the names of tensors that were copied and hold NaN or inf.
-    """
+    """What there is to do, in units. ``scales`` may be filled in later: their names are known before."""
 
     reader: checkpoint_io.Reader
     plan: Plan
@@ -181,7 +180,6 @@ class _Work:
     scales: dict[str, Tensor]
     device: torch.device
     weights_only: bool
-    not_finite: set[str] = field(default_factory=set)
 
     @property
     def rest(self) -> list[str]:
@@ -206,16 +204,20 @@ class _Work:
                     layout = extra[name].dtype, tuple(extra[name].shape)
                     yield Unit({name: layout}, 0, partial(_whole, name, partial(extra.__getitem__, name)))
                 elif name not in groups and name not in biases:
-                    yield copied(self.reader, name, self.not_finite)
+                    yield copied(self.reader, name, look=True)
 
     def _of_bias(self, bias: SplitBias) -> Unit:
         dtype, shape = self.reader.entry(bias.source).dtype, self.reader.shape(bias.source)
         rows = range(shape[-1])[bias.rows or slice(None)]
-        layout = dtype, (len(rows),)
-        return Unit({bias.name: layout}, nbytes(*layout), partial(_whole, bias.name, partial(self._bias, bias)))
+        layout, found = (dtype, (len(rows),)), set[str]()
 
-    def _bias(self, bias: SplitBias) -> Tensor:
-        return bias.of_source(self.reader.get(bias.source))
+        def make() -> Iterator[tuple[str, int, Tensor]]:
+            part = bias.of_source(self.reader.get(bias.source))
+            if not is_finite(part):
+                found.add(bias.source)
+            yield bias.name, 0, part
+
+        return Unit({bias.name: layout}, nbytes(*layout), make, found)
 
     def _of_group(self, group: list[DiskWeight]) -> Unit:
         layouts, size = {}, 0

@@ -7,6 +7,8 @@ that is there already can tell that it is.
     {"version": 1,
      "made_by": {"command": "quantize", "recipe": "aligned", ...},
      "files": {"model.safetensors": {"size": 1234, "sha256": "..."}}}
+
+The entry of a file with tensors that were copied and hold NaN or inf lists them as "not_finite".
 """
 
 from __future__ import annotations
@@ -46,9 +48,15 @@ def is_whole(file: Path, record: FileRecord) -> bool:
     return sha256(file) == record[1]
 
 
-def record_text(job: Mapping[str, Any], files: Mapping[str, FileRecord]) -> str:
-    """The content of the record. ``job``: all that the bytes depend on, as JSON."""
-    entries = {file: {"size": size, "sha256": digest} for file, (size, digest) in sorted(files.items())}
+def record_text(
+    job: Mapping[str, Any], files: Mapping[str, FileRecord], not_finite: Mapping[str, list[str]] | None = None
+) -> str:
+    """The content of the record. ``job``: all that the bytes depend on, as JSON; ``not_finite``: file -> names."""
+    entries: dict[str, dict[str, Any]] = {}
+    for file, (size, digest) in sorted(files.items()):
+        entries[file] = {"size": size, "sha256": digest}
+        if names := (not_finite or {}).get(file):
+            entries[file]["not_finite"] = names
     return json.dumps({"version": VERSION, "made_by": job, "files": entries}, indent=2) + "\n"
 
 
@@ -58,19 +66,32 @@ def read_record(directory: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]
     Raises:
         ValueError: a record of a later version, or one that cannot be read.
     """
+    found = _read(directory)
+    return None if found is None else found[:2]
+
+
+def not_finite(directory: Path) -> set[str]:
+    """Names of tensors of the source that were copied and hold NaN or inf, of a directory with a record."""
+    return set() if (found := _read(directory)) is None else found[2]
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, FileRecord], set[str]] | None:
     path = directory / RECORD
     try:
         loaded = json.loads(path.read_text("utf-8"))
         version = loaded["version"]
         files = {file: (entry["size"], entry["sha256"]) for file, entry in loaded["files"].items()}
         job = dict(loaded["made_by"])
+        lists = [entry.get("not_finite", []) for entry in loaded["files"].values()]
+        if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+            raise ValueError("not_finite must list names")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it if you do not need it") from error
     if version != VERSION or not all(_is_plain(file) for file in files):
         raise ValueError(f"{path}: version {version!r} or its names of files are not known here; remove it, or update")
-    return job, files
+    return job, files, {name for names in lists for name in names}
 
 
 def _is_plain(file: str) -> bool:

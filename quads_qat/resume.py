@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from quads_qat.record import RECORD, FileRecord, differences, file_record, is_wh
 
 JOURNAL = ".quads_qat.journal"
 TEMPORARY = ".partial"
+_NOT_FINITE = "not finite in "
+"""With the name of a shard: a note."""
 
 
 class Destination:
@@ -46,8 +48,13 @@ class Destination:
         path.unlink(missing_ok=True)
         return path
 
-    def finish_shard(self, file: str) -> None:
-        """Note a shard that is whole under its temporary name in the journal, and give it its own."""
+    def finish_shard(self, file: str, not_finite: Iterable[str] = ()) -> None:
+        """Note a shard that is whole under its temporary name in the journal, and give it its own.
+
+        ``not_finite``: names for the record, of what was copied into it and holds NaN or inf.
+        """
+        if names := sorted(not_finite):  # before the shard: one that is finished has them
+            self.note(_NOT_FINITE + file, names)
         size, digest = file_record(self.path / f"{file}{TEMPORARY}")
         _append(self._journal, {"shard": file, "size": size, "sha256": digest})
         self._publish(file)
@@ -81,7 +88,8 @@ class Destination:
 
     def write_record(self) -> None:
         """Leave the hashes of all shards, and the job, for those who read the checkpoint."""
-        self.write_text(RECORD, record_text(self._job, self.finished))
+        not_finite = {file: self.notes.get(_NOT_FINITE + file, []) for file in self.finished}
+        self.write_text(RECORD, record_text(self._job, self.finished, not_finite))
 
     def _publish(self, file: str) -> None:
         os.replace(self.path / (file.replace("/", "--") + TEMPORARY), self.path / file)

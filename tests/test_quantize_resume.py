@@ -424,7 +424,7 @@ def test_the_command_line_killed_from_outside_and_repeated(expected: dict[str, b
     arguments = ["quantize", str(SOURCE), str(out), "--weights-only", "--max-shard-size", "20KB", "--workers", "1"]
     slow = (
         "import sys, time; from quads_qat import cli, resume; finish = resume.Destination.finish_shard;"
-        "resume.Destination.finish_shard = lambda self, file: (finish(self, file), time.sleep(0.5));"
+        "resume.Destination.finish_shard = lambda *of: (finish(*of), time.sleep(0.5));"
         "sys.argv[0] = 'quads-qat'; cli.main()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
