@@ -29,6 +29,8 @@ def group_amax(weights: Sequence[Tensor], fmt: WeightFormat) -> Tensor:
     shares a scale. A stack cut along E gives the [E] of this rank's experts.
     """
     detached = [w.detach() for w in weights]
+    if fmt.per_expert and len(weights) > 1:
+        sharding.require_same_experts(weights)
     dim = tuple(range(1, detached[0].ndim)) if fmt.per_expert else None
     amax = ops.amax(*map(sharding.local, detached), dim=dim)
     amax = sharding.max_over_shards(amax, detached, keep_first_dim=fmt.per_expert)

@@ -54,6 +54,21 @@ def max_over_shards(amax: Tensor, weights: Sequence[Tensor], *, keep_first_dim: 
     return amax
 
 
+def require_same_experts(weights: Sequence[Tensor]) -> None:
+    """Stacks [E, ...] that share scales are cut along E alike: else amaxes of different experts would be compared.
+
+    Raises:
+        ValueError: they are not.
+    """
+    along = {tuple(i for i, p in enumerate(getattr(w, "placements", ())) if cuts(p, 0)) for w in weights}
+    if len(along) > 1:
+        how = " and ".join(f"{tuple(w.shape)} {getattr(w, 'placements', 'whole')}" for w in weights)
+        raise ValueError(
+            f"expert stacks that share per-tensor scales are cut over ranks in different ways: {how}; shard them along E "
+            "over the same mesh dim"
+        )
+
+
 def gather_first_dim(amax: Tensor, weight: Tensor) -> Tensor:
     """[E of this rank's shard of ``weight``] -> [E], on all ranks of its mesh; of a weight that is whole, as it is."""
     if not is_sharded(weight) or amax.ndim == 0:

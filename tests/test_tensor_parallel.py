@@ -1,4 +1,7 @@
-"""Contract under test: ``check_tp`` lists the weights whose blocks of 16 a plan would cut, or an engine without one."""
+"""Contract under test: ``check_tp`` lists the weights whose blocks of 16 a plan would cut, or an engine without one.
+
+And stacks of experts that share scales must be cut alike.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import pytest
 import torch
 from small_modules import linears
 from tiny_models import tiny_model
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 import quads_qat as qq
+from quads_qat import sharding
 
 NAMES = ("layers.0.self_attn.o_proj", "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj")
 
@@ -79,3 +84,19 @@ def test_a_wrapper_around_a_converted_model_is_looked_through():
 def test_a_number_of_ranks_is_at_least_one():
     with pytest.raises(ValueError, match=r"^check_tp: tp must be at least 1, got 0; pass the number of ranks"):
         qq.check_tp(linears(*NAMES), 0)
+
+
+def test_stacks_of_one_scale_group_that_are_cut_along_e_in_different_ways_are_refused():
+    """Each rank would compare the amaxes of other experts."""
+
+    def stack(*placements: Placement) -> Tensor:
+        weight = torch.zeros(4, 8, 32)
+        weight.placements = placements  # pyright: ignore[reportAttributeAccessIssue]
+        return weight
+
+    alike = [stack(Shard(0), Replicate()), stack(Shard(0), Shard(1))]
+    sharding.require_same_experts(alike)
+    sharding.require_same_experts([torch.zeros(4, 8, 32), stack(Replicate(), Shard(1))])
+    for other in (stack(Replicate(), Shard(0)), stack(Replicate(), Shard(1)), torch.zeros(4, 8, 32)):
+        with pytest.raises(ValueError, match="cut over ranks in different ways"):
+            sharding.require_same_experts([alike[0], other])
