@@ -64,8 +64,8 @@ def require_same_experts(weights: Sequence[Tensor]) -> None:
     if len(along) > 1:
         how = " and ".join(f"{tuple(w.shape)} {getattr(w, 'placements', 'whole')}" for w in weights)
         raise ValueError(
-            f"expert stacks that share per-tensor scales are cut over ranks in different ways: {how}; shard them along E "
-            "over the same mesh dim"
+            f"expert stacks that share per-tensor scales are cut over ranks in different ways: {how}; shard them along "
+            "E over the same mesh dim"
         )
 
 
