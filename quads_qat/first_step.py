@@ -77,8 +77,8 @@ class FirstStepReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed; what was not checked does not count."""
-        return not self.failed
+        """Whether something was checked and nothing failed."""
+        return any(check.passed for check in self.checks) and not self.failed
 
     @property
     def failed(self) -> list[str]:
@@ -94,10 +94,18 @@ class FirstStepReport:
         return {"ok": self.ok, "checks": checks, "gap": None if self.gap is None else self.gap.to_dict()}
 
     def raise_if_failed(self) -> FirstStepReport:
-        """Return the report, or raise ValueError: in its first line what failed and the ways out, then the report."""
+        """Return the report, or raise ValueError: in its first line what failed and the ways out, then the report.
+
+        A report that checked nothing raises too, and says what to pass.
+        """
         failed = [f"{c.name}: {c.found} -> {c.way_out}" for c in self.checks if c.passed is False]
         if failed:
             raise ValueError(f"check_first_step: {', '.join(self.failed)} failed. {'; '.join(failed)}\n{self}")
+        if not self.ok:
+            raise ValueError(
+                "check_first_step: nothing was checked: pass rollout= (or, of an engine, received= and contract=) "
+                f"and input_ids= with logp_rollout= and logp_trainer=\n{self}"
+            )
         return self
 
 
@@ -181,6 +189,8 @@ def _check_shapes(
     shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise ValueError(f"check_first_step: log-probabilities and mask must have one shape [B, C], got {shapes}")
+    if mask is not None and not bool(mask.bool().any()):
+        raise ValueError("check_first_step: mask counts no token; it must be nonzero where one was sampled")
     for name, shape in shapes.items():
         if ids is not None and (shape[0] != ids.shape[0] or shape[1] >= ids.shape[1]):
             raise ValueError(
@@ -301,6 +311,19 @@ class _Tokens:
         counted = torch.ones_like(given, dtype=torch.bool) if self.mask is None else self.mask.to(given.device).bool()
         return int((given[counted] > 1e-3).sum())
 
+    def not_finite(self, sides: Mapping[str, Tensor]) -> str:
+        """Which of the log-probs have counted numbers that are NaN or inf; "" if none."""
+        for name, logp in sides.items():
+            bad = ~logp.isfinite()
+            counted = bad.numel()
+            if self.mask is not None:
+                mask = self.mask.to(bad.device).bool()
+                bad, counted = bad & mask, int(mask.sum())
+            if bool(bad.any()):
+                first = bad.nonzero()[0].tolist()
+                return f"{int(bad.sum())} of {counted} counted numbers of {name} are NaN or inf, first at {first}"
+        return ""
+
     def misfit(self, model: nn.Module | None, given: Tensor, own: Tensor) -> tuple[str, str] | None:
         """(what was seen, the way out) where log-probs do not fit, or None."""
         gap = gap_stats(given, own, self.mask)
@@ -338,6 +361,12 @@ class _Tokens:
         )
 
 
+_NOT_FINITE = (
+    "pass mask=, zero where nothing was sampled (padding); -inf is of a token that top_k, top_p or a mask on logits "
+    "leaves no probability: report log-probs before it; NaN of a model: look for NaN in its weights and activations"
+)
+
+
 def _rollout_log_probs(
     tokens: _Tokens, trainer: nn.Module, rollout: nn.Module | None, given: Tensor | None, logp_trainer: Tensor | None
 ) -> Check:
@@ -353,6 +382,9 @@ def _rollout_log_probs(
     else:
         model = rollout if rollout is not None else trainer
         own, whose = tokens.log_probs(model, given), "the rollout's own" if rollout is not None else "the trainer's"
+    theirs = "logp_trainer" if own is logp_trainer else f"{whose} log-probs"
+    if bad := tokens.not_finite({"logp_rollout": given, theirs: own}):
+        return Check(name, False, bad, _NOT_FINITE)
     if (wrong := tokens.misfit(model, given, own)) is not None:
         return Check(name, False, f"against {whose} on these tokens: {wrong[0]}", wrong[1])
     mean = gap_stats(given, own, tokens.mask).mean
@@ -365,6 +397,8 @@ def _trainer_log_probs(tokens: _Tokens, trainer: nn.Module, given: Tensor | None
     if given is None or tokens.ids is None:
         return Check(name, None, "not given", "pass logp_trainer= and input_ids=")
     own = tokens.log_probs(trainer, given)
+    if bad := tokens.not_finite({"logp_trainer": given, "the trainer's own log-probs": own}):
+        return Check(name, False, bad, _NOT_FINITE)
     if (wrong := tokens.misfit(trainer, given, own)) is not None:
         return Check(name, False, f"against the trainer's own on these tokens: {wrong[0]}", wrong[1])
     return Check(name, True, f"they are its own, mean gap {gap_stats(given, own, tokens.mask).mean:.4g}")
@@ -376,8 +410,11 @@ def _gap(
     """The gap that training sees."""
     if logp_rollout is None or (logp_trainer is None and tokens.ids is None):
         return None, Check("gap", None, "not known", "pass logp_rollout= and input_ids= (or logp_trainer=)")
+    whose = "logp_trainer"
     if logp_trainer is None:
-        logp_trainer = tokens.log_probs(trainer, logp_rollout)
+        whose, logp_trainer = "the trainer's own log-probs", tokens.log_probs(trainer, logp_rollout)
+    if bad := tokens.not_finite({"logp_rollout": logp_rollout, whose: logp_trainer}):
+        return None, Check("gap", False, bad, _NOT_FINITE)
     gap = gap_stats(logp_rollout, logp_trainer.to(logp_rollout.device), tokens.mask)
     seen = f"mean {gap.mean:.4g}, max {gap.max:.4g}, k3 {gap.k3:.4g}, {gap.share_over_ln2:.2%} over ln 2"
     if exceeded := tokens.limits.exceeded(gap):

@@ -99,8 +99,50 @@ def test_what_is_not_given_is_skipped_and_says_what_to_pass():
     report = qq.check_first_step(_trainer())
     assert {c.passed for c in report.checks} == {None}
     assert all("pass " in c.way_out for c in report.checks)
-    assert report.ok
+    assert not report.ok
+    assert not report.failed
     assert report.to_dict()["gap"] is None
+    with pytest.raises(ValueError, match=r"^check_first_step: nothing was checked: pass rollout=") as error:
+        report.raise_if_failed()
+    for argument in ("rollout=", "received=", "contract=", "input_ids=", "logp_rollout=", "logp_trainer="):
+        assert argument in str(error.value)
+    assert str(error.value).endswith(str(report))
+
+
+def test_one_check_is_enough_for_a_report():
+    report = qq.check_first_step(_trainer(), contract=qq.contract_of(_trainer()))
+    assert [c.name for c in report.checks if c.passed] == ["contract"]
+    assert report.raise_if_failed().ok
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("side", ["rollout", "trainer"])
+@pytest.mark.parametrize("models", [True, False])
+def test_log_probs_that_are_not_finite_are_a_line(side: str, value: float, models: bool):
+    logp: dict[str, Any] = {f"logp_{side}": _log_probs(side).clone() for side in ("trainer", "rollout")}
+    logp[f"logp_{side}"][1, 3:5] = value
+    options: dict[str, Any] = {"input_ids": IDS, "rollout": _rollout()} if models else {}
+    report = qq.check_first_step(_trainer(), **options, **logp)
+    failed = {True: [f"{side} log-probs", "gap"], False: ["rollout log-probs", "gap"]}[models]
+    assert report.failed == failed
+    assert report.gap is None
+    for name in failed:
+        assert f"2 of 64 counted numbers of logp_{side} are NaN or inf, first at [1, 3]" in found(report, name)
+        assert "mask=" in found(report, name)
+    mask = torch.ones(2, COUNT)
+    mask[1, 3:5] = 0
+    assert qq.check_first_step(_trainer(), **options, **logp, mask=mask).ok
+
+
+def test_a_model_whose_log_probs_are_not_finite_is_named():
+    rollout: Any = copy.deepcopy(_rollout())
+    with torch.no_grad():
+        rollout.model.norm.weight[3] = float("nan")
+    report = check(rollout=rollout, logp_trainer=_log_probs("trainer"))
+    assert report.failed == ["weights", "rollout log-probs"]
+    assert "64 of 64 counted numbers of the rollout's own log-probs are NaN or inf" in found(
+        report, "rollout log-probs"
+    )
 
 
 def test_two_arrays_alone_give_the_gap():
@@ -364,6 +406,7 @@ def test_sides_must_not_be_swapped():
         ({"mask": torch.ones(2, COUNT + 1)}, r"must have one shape \[B, C\]"),
         ({"logp_rollout": torch.zeros(2, 48)}, r"with C < T, got \[2, 48\] and \[2, 48\]"),
         ({"logp_rollout": torch.zeros(1, 8)}, r"got \[1, 8\] and \[2, 48\]"),
+        ({"mask": torch.zeros(2, COUNT)}, "^check_first_step: mask counts no token"),
     ],
 )
 def test_shapes(changes: dict[str, Any], message: str):
