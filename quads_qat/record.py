@@ -142,7 +142,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     if theirs == ours:
         return ""
     keys = [key for key in ours if theirs and theirs.get(key) != ours[key]]
-    keys = keys[:1] if keys[:1] == ["command"] else keys
+    keys = keys[:1] if keys[:1] == ["command"] else [key for key in keys if not _FOLLOWS.get(key, set()) & {*keys}]
     said = (_DIGESTS.get(key) or f"{key} is {theirs.get(key)!r}, not {ours[key]!r}" for key in keys)
     return "; ".join(said) or "its record says nothing"
 
@@ -153,3 +153,7 @@ _DIGESTS = {
     "activations": "its activation scales come from something else (activations=, calibrate=)",
 }
 """Of these settings a job holds a digest, which tells a reader nothing."""
+
+_SELECTION = {"dialect", "scope", "include", "exclude"}
+_FOLLOWS = {"shards": {*_SELECTION, "dtype", "activations", "source"}, "activations": _SELECTION}
+"""Digest -> settings that it differs with anyway: it is no reason of its own beside them."""

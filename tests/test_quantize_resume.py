@@ -314,6 +314,32 @@ def test_a_finished_one_is_not_made_again(expected: dict[str, bytes], tmp_path: 
     assert contents(out) == expected
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dialect": "compressed-tensors"},
+        {"scope": "mlp"},
+        {"exclude": ["*o_proj"]},
+        {"dialect": "compressed-tensors", "exclude": ["*o_proj"]},
+        {"activations": "none"},
+    ],
+    ids=str,
+)
+def test_only_what_was_asked_otherwise_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    """The layout of the shards, and the names of activation scales, differ on account of it."""
+    out = tmp_path / "out"
+    given: dict[str, Any] = {"activations": CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4", "workers": 1}
+    qq.quantize_checkpoint(SOURCE, out, **given)
+    with pytest.raises(ValueError, match="it was made otherwise: ") as error:
+        qq.quantize_checkpoint(SOURCE, out, **(given | change))
+    said = str(error.value)
+    assert "--max-shard-size" not in said
+    assert ("its activation scales" in said) == ("activations" in change)
+    assert all(f"{key} is " in said for key in change if key != "activations")
+    with pytest.raises(ValueError, match=r"recipe is .*; its tensors are in other shards: .*--max-shard-size"):
+        qq.quantize_checkpoint(SOURCE, out, **given, recipe="modelopt", shard_bytes=30_000)
+
+
 @pytest.mark.parametrize("how", ["a flipped bit", "cut", "gone"])
 def test_a_finished_one_whose_shard_was_changed_is_not_taken_for_whole(how: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
