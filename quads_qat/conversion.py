@@ -209,9 +209,9 @@ def select(
     owners = _owners(model)
     for pattern in (*include, *exclude):
         if not any(first_match(name, [pattern]) for name in owners):
-            raise ValueError(
-                f"convert: no module with weights matches {pattern!r}; see model.named_modules() for the names"
-            )
+            example = next((name for name, module in owners.items() if isinstance(module, nn.Linear)), "")
+            like = f"names are like {example!r}" if example else "the names are those of model.named_modules()"
+            raise ValueError(f"convert: no module with weights matches {pattern!r}; {like}")
     users = _users_of_parameters(owners)
     conversion = Conversion(Mode.W4A16, recipe, scope, {}, [], {}, {}, rules=tuple(groups))
     for name, module in owners.items():

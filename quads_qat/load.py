@@ -122,7 +122,8 @@ def rollout_policy(
         warnings.warn(
             f"{checkpoint.reader.path} does not record what rollouts do with activations; this one takes their scale "
             f"{chosen.activation.scale} and compensates {chosen.residual.fraction:.0%} of the channels per "
-            f"{chosen.residual.scope}. Pass residual=, or record it: residual= at export",
+            f"{chosen.residual.scope}. Pass residual= (--fraction), or record it: residual= at export (quantize: "
+            "--residual-fraction)",
             stacklevel=3,
         )
     return (None, None) if chosen is None or weights_only else (chosen.activation, chosen.residual)

@@ -362,7 +362,8 @@ def test_other_bad_arguments(tmp_path: Path) -> None:
         lambda: qq.quantize_checkpoint(SOURCE, out, dialect="compressed-tensors", recipe="modelopt"),
     )
     refused(
-        "no module with weights matches '.*nobody'", lambda: qq.quantize_checkpoint(SOURCE, out, exclude=["*nobody"])
+        r"no module with weights matches '.*nobody'; names are like 'model\.layers\.0\.self_attn\.q_proj'$",
+        lambda: qq.quantize_checkpoint(SOURCE, out, exclude=["*nobody"]),
     )
     refused("config.json is missing", lambda: qq.export_checkpoint(dense(), out, dialect="modelopt", source=tmp_path))
     assert list(tmp_path.iterdir()) == []

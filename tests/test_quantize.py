@@ -323,6 +323,7 @@ def test_what_rollouts_do_is_recorded(tmp_path: Path) -> None:
 def test_what_no_file_records_is_said_once(read: Any) -> None:
     peer = CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"
     said = r"does not record what rollouts do .* scale per_token and compensates 50% of the channels per token\. Pass"
+    said += r" residual= \(--fraction\), or record it: residual= at export \(quantize: --residual-fraction\)"
     with pytest.warns(UserWarning, match=said) as seen:
         read(peer)
     assert sum("does not record" in str(w.message) for w in seen) == 1
