@@ -269,35 +269,20 @@ def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
 
     Raises:
         KeyError: a key that means nothing in this model.
-        ValueError: a mask or an amax of a wrong dtype or shape. The model is unchanged then.
+        TypeError: a value that is no tensor.
+        ValueError: a mask, an amax or a count of a wrong dtype or shape, or an amax that is NaN, inf or negative. The
+            model is unchanged then.
     """
     root, conversion = conversion_of(model, "load_quant_state_dict")
     rollout = conversion.mode is Mode.W4A4_RESIDUAL
     if rollout:
         require_unwrapped(root, "load_quant_state_dict")
-    known = {f"{key}.amax" for key in conversion.observers}
-    held = {} if rollout else {f"{key}.weight_amax": group for key, group in conversion.groups.items()}
-    masks = {f"{name}.mask": weight for name, weight in conversion.weights.items()} if rollout else {}
-    for key, value in state.items():
-        if key in masks:
-            shape = _packed(root, masks[key]).packed(masks[key].parameter).shape
-            allowed = ([shape[-1]], [*shape[:-2], shape[-1]])  # the same for a linear
-            if value.dtype != torch.bool or list(value.shape) not in allowed:
-                raise ValueError(
-                    f"load_quant_state_dict: {key} must be bool {allowed[0]}{f' or {allowed[1]}' * (len(shape) == 3)}, "
-                    f"got {value.dtype} {list(value.shape)}"
-                )
-        elif key in held or (key == "steps" and not rollout):
-            continue
-        elif key not in known:
-            raise KeyError(f"load_quant_state_dict: {key.removesuffix('.mask')!r} is no activation group of this model")
-        elif value.dtype != torch.float32 or value.numel() != 1:
-            raise ValueError(f"load_quant_state_dict: {key} must be float32 [], got {value.dtype} {list(value.shape)}")
+    _require_fits(root, conversion, state)
     for key, observer in conversion.observers.items():
         amax = state.get(f"{key}.amax")
         observer.amax = None if amax is None else amax.clone()
-    for key, group in held.items():
-        amax = state.get(key)
+    for key, group in conversion.groups.items():
+        amax = state.get(f"{key}.weight_amax")
         group.held = None if amax is None else amax.clone()
     if not rollout:
         conversion.steps = int(state.get("steps", 0))
@@ -306,3 +291,46 @@ def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
         module, amax = _packed(root, weight), conversion.observers[activation_key(weight.group)].amax
         module.set_calibrated(weight.parameter, "input_amax", amax)
         module.set_calibrated(weight.parameter, "residual_mask", state.get(f"{name}.mask"))
+
+
+def _require_fits(root: nn.Module, conversion: Conversion, state: Mapping[str, Any]) -> None:
+    rollout = conversion.mode is Mode.W4A4_RESIDUAL
+    known = {f"{key}.amax" for key in conversion.observers}
+    held = {} if rollout else {f"{key}.weight_amax": group for key, group in conversion.groups.items()}
+    masks = {f"{name}.mask": weight for name, weight in conversion.weights.items()} if rollout else {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"load_quant_state_dict: {key} must be a tensor, got {type(value).__name__}")
+        if key in masks:
+            *lead, _, k = _packed(root, masks[key]).packed(masks[key].parameter).shape
+            allowed = ([k], [*lead, k])  # the same for a linear
+            if value.dtype != torch.bool or list(value.shape) not in allowed:
+                raise ValueError(
+                    f"load_quant_state_dict: {key} must be bool {allowed[0]}{f' or {allowed[1]}' * bool(lead)}, "
+                    f"got {value.dtype} {list(value.shape)}"
+                )
+        elif key in held:
+            member, parameter, full = held[key].members[0]
+            fmt = conversion.weights[full].format
+            shape = list(member.get_parameter(parameter).shape[:1]) if fmt.per_expert else []
+            _require_amax(key, value, shape, fmt.export_dtype)
+        elif key == "steps" and not rollout:
+            if value.dtype != torch.int64 or value.ndim or int(value) < 0:
+                raise ValueError(
+                    f"load_quant_state_dict: steps must be int64 [] and >= 0, got {value.dtype} {value.tolist()}"
+                )
+        elif key not in known:
+            raise KeyError(f"load_quant_state_dict: {key.removesuffix('.mask')!r} is no activation group of this model")
+        else:
+            _require_amax(key, value, [], torch.float32)
+
+
+def _require_amax(key: str, value: Tensor, shape: list[int], dtype: torch.dtype) -> None:
+    """``dtype``: in which scales are made from it."""
+    if value.dtype != torch.float32 or list(value.shape) != shape:
+        raise ValueError(f"load_quant_state_dict: {key} must be float32 {shape}, got {value.dtype} {list(value.shape)}")
+    fine = torch.isfinite(value.to(dtype)) & (value >= 0)
+    if not bool(fine.all()):
+        wrong = float(value[~fine][0])
+        why = f", which is inf in {dtype}" if 0 <= wrong < float("inf") else ""
+        raise ValueError(f"load_quant_state_dict: {key} must be finite and >= 0, got {wrong:g}{why}")

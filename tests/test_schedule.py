@@ -144,6 +144,58 @@ def test_the_schedule_resumes_from_its_state():
     assert qq.step(resumed).step == 1
 
 
+def frozen_moe() -> nn.Module:
+    return qq.convert(tiny_model("qwen3_moe").bfloat16(), "w4a16", schedule=qq.Schedule(weight_scale="frozen"))
+
+
+LINEAR, STACK = "model.layers.1.self_attn.o_proj.weight_amax", "model.layers.0.mlp.experts.down_proj.weight_amax"
+OBSERVED = "model.layers.1.self_attn.o_proj.amax"
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "message"),
+    [
+        (LINEAR, torch.ones(1), r"must be float32 \[\], got torch\.float32 \[1\]"),
+        (LINEAR, torch.ones(64, 1), r"must be float32 \[\], got torch\.float32 \[64, 1\]"),
+        (LINEAR, torch.tensor(2), r"must be float32 \[\], got torch\.int64 \[\]"),
+        (LINEAR, torch.tensor(2.0).double(), r"must be float32 \[\], got torch\.float64 \[\]"),
+        (LINEAR, torch.tensor(2.0).bfloat16(), r"must be float32 \[\], got torch\.bfloat16 \[\]"),
+        (LINEAR, torch.tensor(torch.nan), r"must be finite and >= 0, got nan"),
+        (LINEAR, torch.tensor(torch.inf), r"must be finite and >= 0, got inf"),
+        (LINEAR, torch.tensor(-1.0), r"must be finite and >= 0, got -1"),
+        (LINEAR, torch.tensor(3.4e38), r"must be finite and >= 0, got 3\.4e\+38, which is inf in torch\.bfloat16"),
+        (LINEAR, 2.0, r"must be a tensor, got float"),
+        (STACK, torch.tensor(1.0), r"must be float32 \[4\], got torch\.float32 \[\]"),
+        (STACK, torch.ones(3), r"must be float32 \[4\], got torch\.float32 \[3\]"),
+        (STACK, torch.ones(4, 1), r"must be float32 \[4\], got torch\.float32 \[4, 1\]"),
+        (STACK, torch.tensor([1, 1, torch.nan, 1]), r"must be finite and >= 0, got nan"),
+        (STACK, torch.tensor([1, 1, 1, -2.0]), r"must be finite and >= 0, got -2"),
+        (OBSERVED, torch.ones(1), r"must be float32 \[\], got torch\.float32 \[1\]"),
+        (OBSERVED, torch.tensor(torch.nan), r"must be finite and >= 0, got nan"),
+        (OBSERVED, torch.tensor(-1.0), r"must be finite and >= 0, got -1"),
+        ("steps", torch.tensor(-1), r"must be int64 \[\] and >= 0, got torch.int64 -1"),
+        ("steps", torch.tensor(1.5), r"must be int64 \[\] and >= 0, got torch.float32 1\.5"),
+        ("steps", torch.tensor([1]), r"must be int64 \[\] and >= 0, got torch.int64 \[1\]"),
+    ],
+)
+def test_wrong_states_of_a_trainer_are_refused_and_change_nothing(key: str, wrong: Tensor, message: str):
+    model = frozen_moe()
+    with qq.observe_activations(model):
+        model(torch.arange(3, 15)[None])
+    qq.step(model)
+    state = qq.quant_state_dict(model)
+    assert {LINEAR, STACK, OBSERVED, "steps"} <= state.keys()
+    halved = {k: v if k == "steps" else v / 2 for k, v in state.items()}
+    with pytest.raises(TypeError if isinstance(wrong, float) else ValueError, match=f"{key} {message}"):
+        qq.load_quant_state_dict(model, halved | {key: wrong})
+    after = qq.quant_state_dict(model)
+    assert after.keys() == state.keys()
+    assert all(torch.equal(value, state[k]) for k, value in after.items())
+    for fine in (halved, state | {LINEAR: torch.zeros(()), STACK: torch.zeros(4), OBSERVED: torch.zeros(())}):
+        qq.load_quant_state_dict(model, fine)
+        assert all(torch.equal(v, fine[k]) for k, v in qq.quant_state_dict(model).items())
+
+
 def test_step_refuses_what_does_not_train():
     with pytest.raises(ValueError, match="has not been converted"):
         qq.step(nn.Linear(16, 16))
