@@ -328,10 +328,13 @@ def install_packed(
     refuse_save_pretrained(model)
 
 
-def amax_of_group(conversion: Conversion, weight: Weight) -> Tensor:
-    """What a parameter's scales are made from: [E] or []. Of sharded members all ranks must call this."""
+def amax_of_group(conversion: Conversion, weight: Weight, *, held: bool = True) -> Tensor:
+    """What a parameter's scales are made from: [E] or []. Of sharded members all ranks must call this.
+
+    ``held=False``: the amax of the weights as they are, whatever ``step`` holds.
+    """
     group = conversion.groups[weight.group]
-    if group.held is not None:
+    if held and group.held is not None:
         return group.held.to(group.weights()[0].device).to(weight.format.export_dtype)
     weights = group.weights()
     return sharding.gather_first_dim(group_amax(weights, weight.format), weights[0])

@@ -18,7 +18,7 @@ from quads_qat.config import Mode, require_kind
 from quads_qat.contract import Contract, contract_of
 from quads_qat.conversion import Conversion, conversion_of
 from quads_qat.diagnose import GapStats, gap_stats
-from quads_qat.received import compare_received, compare_rollout
+from quads_qat.received import Comparison, compare_received, compare_rollout
 from quads_qat.token_log_probs import best_form, best_reading, best_shift, token_log_probs
 from quads_qat.weight_stream import ActivationScales
 
@@ -254,17 +254,41 @@ def _weights(
                 "a new export; qq.coverage lists what a side quantizes"
             )
         coverage = Check("coverage", False, seen, way_out)
+    return [coverage, _compared(found, same_contract=same_contract)]
+
+
+def _compared(found: Comparison, *, same_contract: bool) -> Check:
+    """The weights that both sides have."""
     if not found.different:
-        return [coverage, Check("weights", True, f"{found.equal} tensors are equal, bit for bit{found.note}")]
+        zeros = (
+            f", {found.same_values} in their values (0.0 for -0.0: dequantized weights were quantized on arrival)"
+            if found.same_values
+            else ""
+        )
+        return Check("weights", True, f"{found.equal} tensors are equal, bit for bit{zeros}{found.note}")
     name, how = next(iter(found.different.items()))
-    seen = f"{len(found.different)} of {found.equal + len(found.different)} tensors differ, first {name}: {how}"
+    total = found.equal + found.same_values + len(found.different)
+    seen = f"{len(found.different)} of {total} tensors differ, first {name}: {how}"
     way_out = (
         "the rollout has the weights of another step: sync qq.export_weights(trainer) after every optimizer step, and "
         "before the check"
-        if same_contract
-        else "the contract differs, see above"
     )
-    return [coverage, Check("weights", False, seen, way_out)]
+    causes = []
+    if found.own_scales:
+        causes.append(
+            f"{len(found.own_scales)} are the trainer's masters with scales of their own, but the trainer holds its "
+            "scales (frozen, ema), which state_dict() does not tell"
+        )
+    if found.uncast:
+        causes.append(
+            f"{len(found.uncast)} are the trainer's fp32 masters, not cast to the 16 bits that an export and a bf16 "
+            "rollout hold"
+        )
+    if causes and len(found.own_scales) + len(found.uncast) == len(found.different):  # all are explained
+        seen, way_out = f"{seen}; {'; '.join(causes)}", "sync qq.export_weights(trainer, ...), not trainer.state_dict()"
+        if found.uncast and not found.own_scales:
+            way_out += ", or load the rollout in the dtype of the export (load_rollout(..., dtype=torch.bfloat16))"
+    return Check("weights", False, seen, way_out if same_contract else "the contract differs, see above")
 
 
 # ----------------------------------------------------------------------------------------------------- log-probs

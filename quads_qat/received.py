@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quads_qat import ops
 from quads_qat.checkpoint_plan import export_plan
 from quads_qat.compare import cast_note, difference
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
-from quads_qat.convert import amax_of_group, quantize_weight
+from quads_qat.convert import amax_of_group, quantize_master
 from quads_qat.dialects import carries, tensor_names
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
@@ -44,7 +45,12 @@ class Comparison:
         quantized_here: weights that only the trainer quantizes: it has another scope, include or exclude.
         quantized_there: weights that only the rollout quantizes.
         equal: how many tensors have the same bits.
+        same_values: how many weights have other codes for the same values: 0.0 for -0.0, as of decoded weights that
+            were quantized again.
         different: name -> how it differs.
+        uncast: those of them that are equal without the cast that an export makes: fp32 masters.
+        own_scales: those of them that are the trainer's masters quantized with the scales of the moment, where the
+            trainer holds others (``Schedule``: frozen, ema).
         note: what "equal" leaves open: the cast of fp32 masters that are not quantized; "" without one.
     """
 
@@ -54,7 +60,10 @@ class Comparison:
     quantized_here: list[str] = field(default_factory=list)
     quantized_there: list[str] = field(default_factory=list)
     equal: int = 0
+    same_values: int = 0
     different: dict[str, str] = field(default_factory=dict)
+    uncast: list[str] = field(default_factory=list)
+    own_scales: list[str] = field(default_factory=list)
     note: str = ""
 
     def add(self, name: str, how: str | None) -> None:
@@ -77,13 +86,25 @@ def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
     there = {*theirs.weights, *(n for n in live if n not in packed and not n.endswith(beside))}
     there -= root.state_dict().keys() - here  # further names of tied weights
     found = Comparison(len(here & there), sorted(here - there), sorted(there - here), note=cast_note(rest.values()))
-    amaxes: dict[str, Tensor] = {}
+    amaxes: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, weight in conversion.weights.items():
         if weight.group not in amaxes:  # on all ranks, whatever the rollout has: sharded weights are gathered
-            amaxes[weight.group] = amax_of_group(conversion, weight)
-        q = quantize_weight(root, conversion, weight, amaxes[weight.group])
+            holds = conversion.groups[weight.group].held is not None
+            own = amax_of_group(conversion, weight, held=False) if holds else None
+            amaxes[weight.group] = amax_of_group(conversion, weight), own
+        amax, own = amaxes[weight.group]
+        master = whole(root.get_parameter(name).detach())
         if name in theirs.weights:
-            found.add(name, _packed_difference(other, theirs, name, q))
+            q = quantize_master(weight, master, amax)
+            how = _packed_difference(other, theirs, name, q)
+            if how is not None and _was_decoded(other, theirs, name, q):
+                found.same_values += 1
+                continue
+            found.add(name, how)
+            if how is None or own is None:
+                continue
+            if _packed_difference(other, theirs, name, quantize_master(weight, master, own)) is None:
+                found.own_scales.append(name)
         elif name in there:
             found.quantized_here.append(name)
     for name, (tensor, dtype) in rest.items():
@@ -91,7 +112,11 @@ def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
         if name in theirs.weights:
             found.quantized_there.append(name)
         elif name in there:
-            found.add(name, difference(live[name].detach(), value.to(live[name].dtype), _SIDES))
+            held = live[name].detach()
+            how = difference(held, value.to(held.dtype), _SIDES)
+            found.add(name, how)
+            if how is not None and difference(held, whole(tensor.detach()), _SIDES) is None:
+                found.uncast.append(name)
     return found
 
 
@@ -107,6 +132,16 @@ def _packed_difference(rollout: nn.Module, conversion: Conversion, name: str, q:
         if how := difference(getattr(held, part).to(q.device), getattr(fitted, part), _SIDES):
             return f"{part}: {how}"
     return None
+
+
+def _was_decoded(rollout: nn.Module, conversion: Conversion, name: str, q: NVFP4Tensor) -> bool:
+    """Whether the rollout has the values of ``q``, and no -0.0: zeros that are quantized again lose their sign."""
+    weight = conversion.weights[name]
+    held = module_of(rollout, weight).packed(weight.parameter)
+    negative_zero = ((held.qdata & 0x0F) == 0x08) | ((held.qdata >> 4) == 0x08)
+    if held.shape != q.shape or bool(negative_zero.any()):
+        return False
+    return torch.equal(ops.dequantize(held, torch.float32).to(q.device), ops.dequantize(q, torch.float32))
 
 
 # ------------------------------------------------------------------------------------------------- an engine elsewhere

@@ -3,7 +3,7 @@
 import copy
 import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -181,6 +181,72 @@ def test_one_flipped_code_is_named():
     rollout: Any = copy.deepcopy(_rollout())
     rollout.model.layers[0].self_attn.q_proj.weight_qdata[0, 0] ^= 1
     assert "q_proj.weight: qdata: 1 of" in found(check(rollout=rollout), "weights")
+
+
+def test_weights_that_were_decoded_and_quantized_again_have_the_same_values():
+    """Zeros lose their sign then; nothing else is forgiven."""
+    trainer, rollout = _trainer(), cast("Any", copy.deepcopy(_rollout()))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    zeros = rollout.model.layers[0].self_attn.q_proj.weight_qdata.eq(0x80).nonzero()  # 0.0 and -0.0
+    assert len(zeros) > 1
+    qq.update_weights(rollout, qq.export_weights(trainer, "dequantized"))
+    report = check(rollout=rollout)
+    assert report.ok, str(report)
+    count = len(trainer.state_dict())
+    same = re.search(r"(\d+) tensors are equal, bit for bit, (\d+) in their values", found(report, "weights"))
+    assert same is not None
+    assert sum(map(int, same.groups())) == count
+    first = tuple(zeros[0].tolist())
+    codes = rollout.model.layers[0].self_attn.q_proj.weight_qdata
+    for code in (0x80, 0x08, 0x01, 0x90):  # a zero's sign alone, too, is no second quantization
+        codes[first] = code
+        assert f"1 of {count} tensors differ, first {name}: qdata" in found(check(rollout=rollout), "weights")
+    rollout = cast("Any", copy.deepcopy(_rollout()))
+    rollout.model.layers[0].self_attn.q_proj.weight_qdata[first] = 0x00
+    report = check(rollout=rollout)
+    assert f"1 of {count} tensors differ, first {name}: qdata: 1 of" in found(report, "weights")
+
+
+def test_masters_that_were_not_cast_are_named():
+    trainer, rollout = copy.deepcopy(_trainer()), copy.deepcopy(_rollout())
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(1.001)
+    qq.update_weights(rollout, trainer.state_dict())
+    report = qq.check_first_step(trainer, rollout)
+    assert report.failed == ["weights"]
+    text = found(report, "weights")
+    assert "are the trainer's fp32 masters, not cast to the 16 bits" in text
+    assert "dtype=torch.bfloat16" in text
+    assert "another step" not in text
+    with torch.no_grad():
+        trainer.get_parameter("model.layers.0.self_attn.q_proj.weight")[0].mul_(-1)
+    text = found(check(trainer=trainer, rollout=rollout), "weights")
+    assert "another step" in text
+    assert "fp32 masters" not in text
+
+
+@pytest.mark.parametrize("kind", ["ema", "frozen"])
+def test_masters_of_a_trainer_with_held_scales_are_named(kind: str):
+    schedule = qq.Schedule(weight_scale=qq.WeightScale(kind))
+    trainer = qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=schedule)
+    qq.step(trainer)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.mul_(3.0)
+    qq.step(trainer)
+    rollout = qq.convert(tiny_model("qwen3_moe").bfloat16(), "w4a4_residual")
+    qq.update_weights(rollout, trainer.state_dict())
+    text = found(qq.check_first_step(trainer, rollout), "weights")
+    assert text.startswith("FAIL")
+    assert "the trainer holds its scales (frozen, ema), which state_dict() does not tell" in text
+    assert "sync qq.export_weights(trainer, ...)" in text
+    assert "another step" not in text
+    qq.update_weights(rollout, qq.export_weights(trainer, "modelopt"))
+    assert found(qq.check_first_step(trainer, rollout), "weights").startswith("pass")
+    with torch.no_grad():
+        trainer.get_parameter("model.layers.0.self_attn.q_proj.weight")[0].mul_(-1)
+    assert "another step" in found(qq.check_first_step(trainer, rollout), "weights")
 
 
 def test_another_recipe_is_named():
