@@ -434,22 +434,14 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two NVFP4 checkpoints tensor by tensor. Exit code 1 if they differ."""
-    from quads_qat.compare import describe, only_activations
     from quads_qat.compare import diff as compare
 
-    rows = list(compare(a, b))
-    of_activations = [row for row in rows if only_activations(row)]
-    same_weights = len(of_activations) == len(rows)
+    rows = compare(a, b)
     if as_json:
-        _print_json({"equal": not rows, "only_activation_scales": bool(rows) and same_weights, "differences": rows})
-    elif not rows:
-        out.print("the same codes, scales and values, and the same other tensors")
+        only = rows.only_activation_scales
+        _print_json({"equal": not rows, "only_activation_scales": only, "differences": rows})
     else:
-        what = "weights are the same, bit for bit; " if same_weights else ""
-        kind = ("activation scale" if same_weights else "tensor") + ("s differ" if len(rows) > 1 else " differs")
-        out.print(f"{what}{len(rows)} {kind}" + (", the first 20:" if len(rows) > 20 else ":"))
-        for row in rows[:20]:
-            out.print(f"  {row['name']}: {describe(row)}", soft_wrap=True, highlight=False)
+        out.print(str(rows), soft_wrap=True, highlight=False)
     if rows:
         raise typer.Exit(1)
 

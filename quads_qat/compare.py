@@ -63,15 +63,49 @@ def _bits(t: Tensor) -> Tensor:
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def diff(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
+class Differences(list[dict[str, Any]]):
+    """The rows of :func:`diff`; printed, they are in words."""
+
+    @property
+    def only_activation_scales(self) -> bool:
+        """Whether something differs, and all of it is activation scales."""
+        return bool(self) and all(only_activations(row) for row in self)
+
+    def __str__(self) -> str:
+        if not self:
+            return "the same codes, scales and values, and the same other tensors"
+        what, kind = "", "tensor"
+        if self.only_activation_scales:
+            what, kind = "weights are the same, bit for bit; ", "activation scale"
+        verb = "s differ" if len(self) > 1 else " differs"
+        head = f"{what}{len(self)} {kind}{verb}" + (", the first 20:" if len(self) > 20 else ":")
+        return "\n".join([head, *(f"  {row['name']}: {describe(row)}" for row in self[:20])])
+
+    __repr__ = __str__
+
+
+def diff(a: str | Path, b: str | Path) -> Differences:
     """Compare two NVFP4 checkpoints of any dialects, weight by weight.
 
-    Yields:
-        One row per weight or other tensor that differs: ``name``, and for weights ``codes``, ``block_scales``,
-        ``values`` (elements that differ), ``max_abs`` (largest difference of decoded values) and, where they differ,
-        ``per_tensor_scale`` (what multiplies) and ``input_amax`` (what the activation scale stands for; None: there is
-        no such scale). A weight that cannot be read, and contracts that differ, are rows with a ``difference``.
+    Returns:
+        A list that prints what differs in words: one row per weight or other tensor that differs. ``name``, and for
+        weights ``codes``, ``block_scales``, ``values`` (elements that differ), ``max_abs`` (largest difference of
+        decoded values) and, where they differ, ``per_tensor_scale`` (what multiplies) and ``input_amax`` (what the
+        activation scale stands for; None: there is no such scale). A weight that cannot be read, and contracts that
+        differ, are rows with a ``difference``.
+
+    Raises:
+        ValueError: one of the two is no NVFP4 checkpoint.
+
+    Example::
+
+        print(diff("step-100", "step-200"))
+        changed = [row["name"] for row in diff("step-100", "step-200")]
     """
+    return Differences(_rows(a, b))
+
+
+def _rows(a: str | Path, b: str | Path) -> Iterator[dict[str, Any]]:
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     weights = [set(c.quantized()) for c in (first, second)]
     together, stacked_biases = _stacks(first, second) if weights[0] != weights[1] else ({}, {})

@@ -371,6 +371,25 @@ def test_the_dialects_of_one_model_do_not_differ(checkpoint: Any) -> None:
         assert list(qq.diff(*(checkpoint(dialect, activations) for dialect in Dialect))) == []
 
 
+def test_differences_print_in_words(checkpoint: Any, tmp_path: Path) -> None:
+    path = checkpoint("modelopt")
+    same = qq.diff(path, path)
+    assert repr(same) == str(same) == "the same codes, scales and values, and the same other tensors"
+    assert not same.only_activation_scales
+    norms = {n: t + 1 for n, t in tensors(path).items() if n.endswith("norm.weight")}
+    rows = qq.diff(path, rewritten(path, tmp_path / "norms", norms))
+    head, *lines = str(rows).splitlines()
+    assert head == f"{len(norms)} tensors differ:"
+    assert [line.split(":")[0].strip() for line in lines] == [row["name"] for row in rows] == sorted(norms)
+    assert all(" elements, first at (0,): " in line for line in lines)
+    scales = qq.diff(path, checkpoint("modelopt", "none"))
+    assert scales.only_activation_scales
+    assert str(scales).startswith(f"weights are the same, bit for bit; {len(scales)} activation scales differ, the fi")
+    assert len(str(scales).splitlines()) == 21
+    with pytest.raises(ValueError, match="no such directory"):
+        qq.diff(path, tmp_path / "nowhere")  # at once, not when it is looked at
+
+
 def test_stacks_and_single_experts_are_compared(tmp_path: Path) -> None:
     """ModelOpt keeps gpt-oss' experts in one tensor, compressed-tensors has one for each."""
     model = qq.convert(AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / "gpt_oss"), "w4a16")
