@@ -239,7 +239,7 @@ def export_plan(model: nn.Module, conversion: Conversion, dialect: Dialect) -> P
         modules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.rpartition(".")[0]): None for name in error.parameters}
         raise ValueError(
             f"export: {', '.join(modules)}: checkpoints of {type(model).__name__} merge these weights with others or "
-            f"permute their rows, which no NVFP4 layout covers; convert with exclude={list(modules)}"
+            f"permute their rows, which no NVFP4 layout covers; convert with exclude={list(modules)} (--exclude)"
         ) from error
 
 

@@ -323,8 +323,8 @@ def _why_not(
         return reason
     if not linear and layout is None and "expert" in f"{name}.{kind}".lower() and (included or in_scope(name, scope)):
         raise ValueError(
-            f"convert: {name} is a {kind}, an experts class of unknown layout; pass exclude=[{name!r}] to leave it in "
-            "high precision"
+            f"convert: {name} is a {kind}, an experts class of unknown layout; pass exclude=[{name!r}] "
+            "(--exclude) to leave it in high precision"
         )
     if not included and not in_scope(name, scope):
         return f"outside scope='{scope}'"

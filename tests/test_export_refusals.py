@@ -137,7 +137,7 @@ def test_weights_that_are_merged_or_permuted_on_disk(arch: str, modules: list[st
     model = tiny_model(arch)
     qq.convert(model, "w4a16")
     message = refused("no NVFP4 layout covers; convert with exclude", lambda: qq.export_metadata(model, "modelopt"))
-    assert message.endswith(f"convert with exclude={modules}")
+    assert message.endswith(f"convert with exclude={modules} (--exclude)")
     model.save_pretrained(tmp_path / "source")
     refused("no NVFP4 layout", lambda: qq.quantize_checkpoint(tmp_path / "source", tmp_path / "out"), tmp_path)
     qq.quantize_checkpoint(tmp_path / "source", tmp_path / "out", exclude=modules)
