@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -90,7 +91,7 @@ class RouterFlips:
     slots: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Diagnosis:
     """Where the log-prob gap between a trainer and a rollout comes from; see :func:`~quads_qat.diagnose.diagnose`.
 
@@ -151,6 +152,15 @@ class Diagnosis:
 
     def __rich__(self) -> Any:
         return self.table()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=100, color_system=None, force_jupyter=False).print(self)
+        return file.getvalue().rstrip()
+
+    __repr__ = __str__
 
     def plot(self) -> Any:
         """A matplotlib figure: the gap over positions and over layers, router flips, and the noise of each GEMM."""

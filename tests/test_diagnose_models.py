@@ -341,6 +341,10 @@ def test_results_as_json_table_and_figure(tmp_path: Path):
     console = Console(file=io.StringIO(), width=160)
     console.print(found)
     shown = console.file.getvalue()
+    for plain in (str(found), repr(found)):
+        assert "\x1b" not in plain
+        assert plain.split() == printed(found, width=100).split()
+        assert max(map(len, plain.splitlines())) <= 100
     for word in ("delta_weight", "model.layers.1", "router flips", "gate_up_proj", "channel"):
         assert word in shown
     wide = dataclasses.replace(found.top_modules()[0], local_error=1.234e-5, weight_error=1.234e-6)
