@@ -72,7 +72,7 @@ def diagnose(
         channels: how many of the worst channels to report.
 
     Returns:
-        :class:`~quads_qat.diagnosis.Diagnosis`; ``print`` or ``rich.print`` shows it, ``to_dict()`` is JSON, ``plot()`` a figure.
+        :class:`~quads_qat.diagnosis.Diagnosis`; ``print`` shows it, ``to_dict()`` is JSON, ``plot()`` a figure.
 
     Raises:
         ValueError: the two models do not go together, the trainer is a rollout, the rollout is unusable after a failed
