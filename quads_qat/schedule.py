@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from quads_qat import autograd, sharding
 from quads_qat.config import Mode, WeightFormat, WeightScale
-from quads_qat.conversion import Conversion, Weight, conversion_of, require_same_modules
+from quads_qat.conversion import Conversion, conversion_of, require_same_modules
 from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
 from quads_qat.scale_groups import ScaleGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Cuts = tuple[tuple[DeviceMesh, int], ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class StepReport:
         quantizing: whether the next forward fake-quantizes (``Schedule.start_step`` has come).
         scales_moved: scale groups whose held amax changed; 0 with ``dynamic`` scales, which hold none.
         changed: share of weights whose code or block scale is another one than at the last ``track_codes``; None
-            without it, or at the first.
+            without it, at the first, or after one that raised.
         clipped: share of weights beyond the largest value of their scale (6 * 448 * p), which saturate; None without
             ``track_codes``. Always 0 with ``dynamic`` scales.
         by_weight: parameter name -> (changed, clipped), the same shares for each.
@@ -49,7 +55,8 @@ def step(model: nn.Module, *, track_codes: bool = False) -> StepReport:
     """Move the schedule of a trainer on by one; call it right after ``optimizer.step()``.
 
     Needed for ``Schedule(start_step=..., weight_scale="frozen" | "ema")`` only; what it sets is what the next forwards,
-    every export and ``verify`` use. With sharded weights all ranks must call it.
+    every export and ``verify`` use. All ranks that share sharded weights must call it; shares are those of the weights
+    that this rank has a part in: of its own pipeline stage.
 
     Args:
         model: a trainer.
@@ -57,27 +64,51 @@ def step(model: nn.Module, *, track_codes: bool = False) -> StepReport:
             a share near 0 says that updates are too small to reach the rollout. Keeps 0.5625 bytes per weight.
 
     Raises:
-        ValueError: a model that is not converted, or a rollout.
+        ValueError: a model that is not converted, or a rollout; with ``track_codes`` a weight whose shards cut blocks
+            of 16. The step does not count then.
 
     >>> from quads_qat.convert import convert
     >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
     >>> step(model).step
     1
     """
-    root, conversion = _trainer(model, "step")
+    _, conversion = _trainer(model, "step")
     if conversion.code_cache.active:
         raise RuntimeError("step: inside accumulate, whose codes belong to one optimizer step; leave the block first")
-    conversion.steps += 1
-    schedule = conversion.schedule
-    quantizing = conversion.steps >= schedule.start_step
-    conversion.full_precision.delayed = not quantizing
-    moved = 0
+    if track_codes:
+        _refuse_cut_blocks(conversion)
+    before = {name: group.held for name, group in conversion.groups.items()}
+    try:
+        report = _step(conversion, track_codes)
+    except BaseException:
+        for name, held in before.items():
+            conversion.groups[name].held = held
+        conversion.last_codes.clear()  # some may be of this call; keeping both would take twice the memory
+        raise
+    conversion.steps = report.step
+    conversion.full_precision.delayed = not report.quantizing
+    return report
+
+
+def _step(conversion: Conversion, track_codes: bool) -> StepReport:
+    schedule, steps = conversion.schedule, conversion.steps + 1
+    quantizing, moved = steps >= schedule.start_step, 0
     if quantizing and schedule.weight_scale is not WeightScale.DYNAMIC:
         formats = {weight.group: weight.format for weight in conversion.weights.values()}
         moved = sum(_hold(group, formats[name], conversion) for name, group in conversion.groups.items())
-    if not track_codes:
-        return StepReport(conversion.steps, quantizing, moved)
-    return _tracked(root, conversion, quantizing, moved)
+    report = StepReport(steps, quantizing, moved)
+    return _tracked(conversion, report) if track_codes else report
+
+
+def _refuse_cut_blocks(conversion: Conversion) -> None:
+    for group in conversion.groups.values():
+        for module, parameter, name in group.members:
+            weight, fmt = module._parameters.get(parameter), conversion.weights[name].format
+            if weight is not None and (problem := sharding.cut_block(weight, -2 if fmt.transposed else -1)):
+                raise ValueError(
+                    f"step: {name}: {problem}; list such layers with quads_qat.check_tp(model, tp), then exclude them "
+                    "from quantization or shard them along another dim"
+                )
 
 
 def _trainer(model: nn.Module, who: str) -> tuple[nn.Module, Conversion]:
@@ -102,40 +133,55 @@ def _hold(group: ScaleGroup, fmt: WeightFormat, conversion: Conversion) -> bool:
     return before is None or bool((group.held != before.to(now.device)).any())
 
 
-def _tracked(root: nn.Module, conversion: Conversion, quantizing: bool, moved: int) -> StepReport:
+def _tracked(conversion: Conversion, report: StepReport) -> StepReport:
     counts: dict[str, Tensor] = {}
+    totals: dict[str, int] = {}
+    cuts: dict[str, Cuts] = {}
     known = bool(conversion.last_codes)
     for name, weight in conversion.weights.items():
-        codes, clipped = _codes_of(conversion, weight)
+        group = conversion.groups[weight.group]
+        place = next(i for i, (_, _, full) in enumerate(group.members) if full == name)
+        parameter = group.weights()[place].detach()  # with what an adapter adds
+        codes, clipped = _codes_of(parameter, group, weight.format)
         last = conversion.last_codes.get(name)
         changed = torch.zeros((), dtype=torch.int64, device=codes.device) if last is None else _differing(codes, last)
-        elements = torch.tensor(sharding.local(root.get_parameter(name)).numel(), device=codes.device)
-        counts[name] = torch.stack([changed, clipped.to(torch.int64), elements])
+        counts[name] = torch.stack([changed, clipped.to(torch.int64)])
+        totals[name], cuts[name] = max(parameter.numel(), 1), _cuts_of(parameter)
         conversion.last_codes[name] = codes
-    table = torch.stack([c.cpu() for c in counts.values()])
-    if any(sharding.is_sharded(root.get_parameter(name)) for name in counts):
-        on_device = table.to(next(root.parameters()).device)
-        torch.distributed.all_reduce(on_device)
-        table = on_device.cpu()
-    once = []  # what is not cut along every mesh dim was counted once for each replica
-    for name, (changed, clipped, seen) in zip(counts, table.tolist(), strict=True):
-        replicas = max(seen // max(root.get_parameter(name).numel(), 1), 1)
-        once.append((changed // replicas, clipped // replicas, max(seen // replicas, 1)))
+    whole = _sum_over_shards(counts, cuts)
     shares = {
-        name: (changed / total if known else None, clipped / total)
-        for name, (changed, clipped, total) in zip(counts, once, strict=True)
+        name: (changed / totals[name] if known else None, clipped / totals[name])
+        for name, (changed, clipped) in whole.items()
     }
-    changed, clipped, total = map(sum, zip(*once, strict=True))
-    return StepReport(conversion.steps, quantizing, moved, changed / total if known else None, clipped / total, shares)
+    changed, clipped = (sum(each) / sum(totals.values()) for each in zip(*whole.values(), strict=True))
+    return replace(report, changed=changed if known else None, clipped=clipped, by_weight=shares)
 
 
-def _codes_of(conversion: Conversion, weight: Weight) -> tuple[Tensor, Tensor]:
+def _cuts_of(weight: Tensor) -> Cuts:
+    """The mesh dims that cut a DTensor; over the others ranks hold the same."""
+    if not sharding.is_sharded(weight):
+        return ()
+    mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple((mesh, i) for i, placement in enumerate(placements) if sharding.cuts(placement))
+
+
+def _sum_over_shards(counts: dict[str, Tensor], cuts: dict[str, Cuts]) -> dict[str, list[int]]:
+    """Counts of this rank's shards -> those of whole weights, with one reduction for all that are cut alike."""
+    alike: dict[Cuts, list[str]] = {}
+    for name in counts:
+        alike.setdefault(cuts[name], []).append(name)
+    whole: dict[str, list[int]] = {}
+    for along, names in alike.items():
+        table = torch.stack([counts[name].to(counts[names[0]].device) for name in names])
+        for mesh, i in along:
+            torch.distributed.all_reduce(table, group=mesh.get_group(i))
+        whole |= zip(names, table.tolist(), strict=True)
+    return {name: whole[name] for name in counts}
+
+
+def _codes_of(parameter: Tensor, group: ScaleGroup, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
     """Codes and block scales of this rank's shard as one uint8 [..., 9 K/16], and how many of its elements saturate."""
-    fmt, group = weight.format, conversion.groups[weight.group]
-    place = next(i for i, (_, _, full) in enumerate(group.members) if full == weight.name)
-    parameter = group.weights()[place].detach()  # with what an adapter adds
-    amax = autograd.amax_of(group, fmt)
-    q = autograd.weight_codes(parameter, amax, fmt)
+    q = autograd.weight_codes(parameter, autograd.amax_of(group, fmt), fmt)
     limit = SCALE_RANGE * q.per_tensor_scale
     master = sharding.local(parameter).to(fmt.export_dtype).abs().float()
     clipped = (master > limit.view(-1, *(1,) * (master.ndim - 1)) if limit.ndim else master > limit).sum()

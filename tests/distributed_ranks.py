@@ -282,6 +282,9 @@ def cut_blocks(rank: int, world: int) -> None:
     parallelize_module(model, init_device_mesh(DEVICE, (world,)), {"0": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"^0.weight: .*24 a rank, not a multiple of 16.*check_tp"):
         model(torch.randn(2, 48, device=DEVICE))
+    with pytest.raises(ValueError, match=r"^step: 0.weight: .*24 a rank, not a multiple of 16.*check_tp"):
+        qq.step(model, track_codes=True)
+    assert qq.step(model).step == 1  # what was refused does not count
     sharded = nn.Sequential(nn.Linear(48, 32)).to(DEVICE)
     parallelize_module(sharded, init_device_mesh(DEVICE, (world,)), {"0": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"0\.weight is sharded.*24 a rank"):
@@ -295,6 +298,10 @@ def cut_blocks(rank: int, world: int) -> None:
             moe.set_experts_implementation(dispatch)
             with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts\.down_proj: .*24 a rank.*check_tp"):
                 moe(torch.tensor([[7]], device=DEVICE))
+        with pytest.raises(
+            ValueError, match=r"^step: model\.layers\.0\.mlp\.experts\.down_proj: .*24 a rank.*check_tp"
+        ):
+            qq.step(moe, track_codes=True)
 
 
 def expert_without_tokens(rank: int, world: int) -> None:
@@ -495,6 +502,45 @@ def held_scales_with_tensor_parallel(rank: int, world: int) -> None:
     assert all(torch.equal(got[name], t) for name, t in whole_export.items())
 
 
+def trainers_on_a_part_of_the_world(rank: int, world: int) -> None:
+    """Two pipeline stages, each under FSDP2 on its half of the ranks, and a trainer that half of the ranks have."""
+    mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh["pp"].get_local_rank()
+
+    def model(stage: int) -> nn.Module:
+        torch.manual_seed(stage)
+        blocks = nn.Sequential(*(MLP() for _ in range(1 + stage))).to(DEVICE)  # stages differ in their numbers
+        return qq.convert(blocks, "w4a16", schedule=qq.Schedule(weight_scale="ema", decay=0.5))
+
+    expected, sharded = model(stage), fully_shard(model(stage), mesh=mesh["dp"])
+    for i in range(3):
+        found, wanted = qq.step(sharded, track_codes=True), qq.step(expected, track_codes=True)
+        assert found == wanted, (found, wanted)
+        assert i == 0 or (wanted.changed == 0) == (stage == 1)
+        with torch.no_grad():
+            for m in (sharded, expected):
+                for p in m.parameters():
+                    p.mul_(1 if stage else -1.5)
+    if stage == 0:
+        alone, whole = fully_shard(model(0), mesh=mesh["dp"]), model(0)
+        for _ in range(2):
+            assert qq.step(alone, track_codes=True) == qq.step(whole, track_codes=True)
+
+
+def fsdp2_replicated(rank: int, world: int) -> None:
+    """Sharded within halves of the ranks, replicated between them: every weight counts once."""
+    expected, model = mlp(), mlp()
+    mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("replicas", "shards"))
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        found, wanted = qq.step(model, track_codes=True), qq.step(expected, track_codes=True)
+        assert found == wanted, (found, wanted)
+        with torch.no_grad():
+            for m in (model, expected):
+                next(m.parameters()).mul_(-1)
+    assert 0 < wanted.changed < 1
+
+
 def fsdp2_with_expert_parallel(rank: int, world: int) -> None:
     """Stacks cut along E by both: the experts of a rank are gathered from its data-parallel peers. Held scales too."""
     for arch in ("qwen3_moe", "gpt_oss"):
@@ -557,6 +603,8 @@ FOUR_RANKS = {
     "fsdp2 x tensor parallel": fsdp2_with_tensor_parallel,
     "fsdp2 x tensor parallel, scales held": held_scales_with_tensor_parallel,
     "fsdp2 x expert parallel": fsdp2_with_expert_parallel,
+    "fsdp2, replicated": fsdp2_replicated,
+    "trainers on a part of the world": trainers_on_a_part_of_the_world,
 }
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 import quads_qat as qq
-from quads_qat import ops
+from quads_qat import ops, schedule
 from quads_qat.conversion import STATE
 
 
@@ -194,6 +195,43 @@ def test_wrong_states_of_a_trainer_are_refused_and_change_nothing(key: str, wron
     for fine in (halved, state | {LINEAR: torch.zeros(()), STACK: torch.zeros(4), OBSERVED: torch.zeros(())}):
         qq.load_quant_state_dict(model, fine)
         assert all(torch.equal(v, fine[k]) for k, v in qq.quant_state_dict(model).items())
+
+
+@pytest.mark.parametrize("tracked", [0, 2])
+def test_a_step_that_fails_moves_nothing(tracked: int, monkeypatch: pytest.MonkeyPatch):
+    """But for the codes to compare with, of which some may be new."""
+    model = mlp(schedule=qq.Schedule(start_step=2, weight_scale="ema", decay=0.5))
+    twin = copy.deepcopy(model)
+
+    def train(m: nn.Module) -> None:
+        with torch.no_grad():
+            for p in m.parameters():
+                p.mul_(-1.25)
+
+    for m in (model, twin):
+        for _ in range(tracked):
+            qq.step(m, track_codes=True)
+            train(m)
+    before, codes_of = qq.quant_state_dict(model), schedule._codes_of
+    calls = []
+
+    def fail_at_the_second(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return codes_of(*args)
+
+    monkeypatch.setattr(schedule, "_codes_of", fail_at_the_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        qq.step(model, track_codes=True)
+    assert qq.quant_state_dict(model) == before
+    assert_same_bits(model(rows()), twin(rows()))
+    found, wanted = (qq.step(m, track_codes=True) for m in (model, twin))
+    assert found.changed is None
+    assert (found.step, found.scales_moved, found.clipped) == (wanted.step, wanted.scales_moved, wanted.clipped)
+    train(model)
+    train(twin)
+    assert qq.step(model, track_codes=True) == qq.step(twin, track_codes=True)
 
 
 def test_step_refuses_what_does_not_train():
