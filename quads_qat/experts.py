@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
-from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype
+from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype, tell_held_scales
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
 
@@ -137,6 +137,10 @@ class W4A16Experts(StandsFor):
     full_precision: FullPrecision
     code_cache: CodeCache
     activation_format: ActivationFormat | None = None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        tell_held_scales(destination, prefix, self.scale_groups.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""

@@ -7,6 +7,7 @@ optimizers, state dicts and sharding do not notice.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +142,17 @@ def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: W
     )
 
 
+HELD_SCALES = "quads_qat_held_scales"
+"""Key in the metadata of a state_dict, beside its tensors: their scales are held, which they do not tell."""
+
+
+def tell_held_scales(destination: dict[str, Any], prefix: str, groups: Iterable[ScaleGroup]) -> None:
+    """Note in a state_dict that is being made if a group of this module's weights holds its scales."""
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is not None and any(group.held is not None for group in groups):
+        metadata[prefix.removesuffix(".")][HELD_SCALES] = True
+
+
 class W4A16Linear(nn.Linear):
     """``y = x @ fake_quantize(weight).T + bias``; ``weight`` is the full-precision master weight.
 
@@ -154,6 +166,10 @@ class W4A16Linear(nn.Linear):
     full_precision: FullPrecision
     code_cache: CodeCache
     activation_format: ActivationFormat | None = None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        tell_held_scales(destination, prefix, [self.scale_group])
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""

@@ -31,6 +31,7 @@ the update on the stream that replays, or synchronize in between.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract, given_contract
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.convert import quantize_master
+from quads_qat.linear import HELD_SCALES
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_ledger import Ledger
@@ -115,6 +117,9 @@ def update_weights(
         TypeError: no model, or no stream; what comes is no pair of a name and a tensor. If it is the first that comes,
             or stands in a dict or list, the rollout is as it was.
 
+    Warns:
+        UserWarning: the ``state_dict()`` of a trainer that holds its scales, as far as it came as it was made.
+
     Activation scales that come along replace the static ones; a scale of a rollout that uses none is ignored, and so
     are scales of KV caches. Static residual masks stay as they are: they depend on activations, not on weights. They
     age as the model learns; ``calibrate`` again, or send a state of ``quant_state_dict``.
@@ -152,6 +157,13 @@ def update_weights(
         items = map(_checked_item, named_tensors.items())
         layouts = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in items)
         _checked_metadata(Ledger(root, conversion, plan, made_under), layouts, strict=False)
+    if any(HELD_SCALES in entry for entry in getattr(named_tensors, "_metadata", {}).values()):
+        warnings.warn(
+            "update_weights: this state_dict is of a trainer that holds its scales (Schedule: frozen, ema), which "
+            "masters do not tell: this rollout makes scales of its own and multiplies by other weights than the "
+            "trainer; send quads_qat.export_weights(trainer, ...)",
+            stacklevel=2,
+        )
     state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True
     try:

@@ -151,6 +151,33 @@ def test_masters_of_a_trainer_that_holds_its_scales_are_not_synced(
     assert qq.check_first_step(model, rollout).ok
 
 
+@pytest.mark.parametrize("weight_scale", ["frozen", "ema"])
+def test_a_state_dict_of_a_trainer_that_holds_its_scales_warns(
+    weight_scale: str, exported: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = qq.convert(qq.revert(copy.deepcopy(trainer())), "w4a16", schedule=qq.Schedule(weight_scale=weight_scale))
+    rollout, names = qq.load_rollout(exported), list(trainer().state_dict())
+    recwarn.clear()
+    qq.update_weights(rollout, model.state_dict())  # nothing is held yet
+    qq.step(model)
+    qq.update_weights(rollout, qq.export_weights(model, "modelopt"))
+    assert not recwarn.list
+    state: Any = model.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    for source in (state, torch.load(tmp_path / "state.pt")):
+        assert list(source) == names
+        with pytest.warns(
+            UserWarning, match=r"update_weights: .* holds its scales .*export_weights\(trainer"
+        ) as warned:
+            qq.update_weights(rollout, source)
+        assert [warning.filename for warning in warned] == [__file__]
+    plain = qq.revert(model)
+    plain.load_state_dict(state)
+    recwarn.clear()
+    qq.update_weights(rollout, plain.state_dict())
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("form", ["a dict", "pairs"])
 @pytest.mark.parametrize(("theirs", "mine"), [("all", "mlp"), ("mlp", "all"), ("mlp", "experts"), ("experts", "all")])
 def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, mine: str, form: str) -> None:
