@@ -28,7 +28,8 @@ def observe_activations(model: nn.Module) -> Iterator[None]:
 
     Amaxes run on over several contexts; ``load_quant_state_dict(model, {})`` forgets them.
 
-    With ``torch.distributed`` initialized, amaxes are MAX-reduced over all ranks when the context ends.
+    With ``torch.distributed`` initialized, amaxes are MAX-reduced over all ranks of the world when the context ends:
+    all of them must enter it, with the same model, sharded or not.
     """
     _, conversion = conversion_of(model, "observe_activations")
     if conversion.mode is Mode.W4A4_RESIDUAL:
