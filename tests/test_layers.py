@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             ),
             *("sync_plan", "sync_ledger", "state", "buckets"),
             *("quantize", "activation_scales"),
-            *("first_step", "received", "token_log_probs"),
+            *("first_step", "first_step_report", "received", "token_log_probs"),
         ),
     ),
     ("L5", ("cli", "__main__")),
