@@ -99,7 +99,7 @@ def require_model(who: str, argument: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         load = "; load it first: quads_qat.load_rollout, quads_qat.load_model, from_pretrained"
         way_out = load if isinstance(model, str | PathLike) else ""
-        raise TypeError(f"{who}: {argument} must be a model (torch.nn.Module), got {type(model).__name__}{way_out}")
+        raise TypeError(f"{who}: {argument} must be a torch.nn.Module, got {type(model).__name__}{way_out}")
 
 
 def conversion_of(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[nn.Module, Conversion]:

@@ -131,7 +131,7 @@ def update_weights(
     """
     if isinstance(named_tensors, nn.Module) and not isinstance(rollout, nn.Module):
         raise TypeError(
-            f"update_weights: rollout must be a model (torch.nn.Module), got {type(rollout).__name__}; the order is "
+            f"update_weights: rollout must be a torch.nn.Module, got {type(rollout).__name__}; the order is "
             "update_weights(rollout, named_tensors)"
         )
     root, conversion = conversion_of(rollout, "update_weights", Mode.W4A4_RESIDUAL)

@@ -43,9 +43,7 @@ TAKE_A_MODEL: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("given", [None, "out"])
 @pytest.mark.parametrize("who", TAKE_A_MODEL)
 def test_no_model(who: str, given: object):
-    with pytest.raises(
-        TypeError, match=rf"^{who}: .*must be a model \(torch\.nn\.Module\), got {type(given).__name__}"
-    ):
+    with pytest.raises(TypeError, match=rf"^{who}: .*must be a torch\.nn\.Module, got {type(given).__name__}"):
         TAKE_A_MODEL[who](given)
 
 

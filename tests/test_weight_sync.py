@@ -588,7 +588,7 @@ def test_what_is_no_stream_leaves_the_rollout_in_use(kind: str):
 def test_swapped_arguments_are_told():
     wrong: Any = packed()
     with pytest.raises(
-        TypeError, match=r"rollout must be a model .*, got list; the order is update_weights\(rollout, "
+        TypeError, match=r"rollout must be a torch\.nn\.Module, got list; the order is update_weights\(rollout, "
     ):
         qq.update_weights(wrong, rollout())  # pyright: ignore[reportArgumentType]
 
