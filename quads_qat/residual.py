@@ -189,17 +189,18 @@ class PackedModule(nn.Module):
     def _problems_of(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
         """What shows that a state is that of another rollout: the recipe, or the share of channels in a mask."""
         for name, recipe in self.recipes.items():
-            scale = state_dict.get(f"{prefix}{name}_per_tensor_scale")
-            known = recipe is Recipe.ALIGNED and scale is not None and not scale.is_meta
-            if known and bool((torch.frexp(scale.float())[0] != 0.5).any()):
-                yield (
-                    f"{prefix}{name}: its per-tensor scale is no power of two, so the state is of another recipe than "
-                    "this rollout's 'aligned'; load it into a rollout of the checkpoint that it belongs to"
-                )
             key = "residual_mask" if name == "weight" else f"{name}_residual_mask"
             mask = state_dict.get(prefix + key)
             if mask is not None and (problem := self.mask_problem(mask)):
                 yield f"{prefix}{key}: {problem}"
+            scale = state_dict.get(f"{prefix}{name}_per_tensor_scale")
+            if recipe is not Recipe.ALIGNED or scale is None or scale.is_meta:
+                continue
+            if bool((torch.frexp(scale.float())[0] != 0.5).any()):
+                yield (
+                    f"{prefix}{name}: its per-tensor scale is no power of two, so the state is of another recipe than "
+                    "this rollout's 'aligned'; load it into a rollout of the checkpoint that it belongs to"
+                )
 
     def mask_problem(self, mask: Tensor) -> str | None:
         """Why a static mask [K] or [E, K] does not belong to this rollout's ``ResidualConfig``."""

@@ -303,13 +303,16 @@ def _require_fits(root: nn.Module, conversion: Conversion, state: Mapping[str, A
         if not isinstance(value, Tensor):
             raise TypeError(f"load_quant_state_dict: {key} must be a tensor, got {type(value).__name__}")
         if key in masks:
-            *lead, _, k = _packed(root, masks[key]).packed(masks[key].parameter).shape
+            module = _packed(root, masks[key])
+            *lead, _, k = module.packed(masks[key].parameter).shape
             allowed = ([k], [*lead, k])  # the same for a linear
             if value.dtype != torch.bool or list(value.shape) not in allowed:
                 raise ValueError(
                     f"load_quant_state_dict: {key} must be bool {allowed[0]}{f' or {allowed[1]}' * bool(lead)}, "
                     f"got {value.dtype} {list(value.shape)}"
                 )
+            if problem := module.mask_problem(value):
+                raise ValueError(f"load_quant_state_dict: {key}: {problem}")
         elif key in held:
             member, parameter, full = held[key].members[0]
             fmt = conversion.weights[full].format

@@ -243,6 +243,8 @@ def test_a_static_mask_of_another_fraction_is_refused():
         RuntimeError, match=r"residual_mask: the mask selects \d+ of \d+ channels, fraction=0.75 is \d+"
     ):
         many.load_state_dict(few.state_dict())
+    with pytest.raises(ValueError, match=r"mask: the mask selects \d+ of \d+ channels, fraction=0.75 is \d+"):
+        qq.load_quant_state_dict(many, qq.quant_state_dict(few))
     qq.calibrate(many, [tiny_inputs(many)])
     many.load_state_dict(many.state_dict())
 
