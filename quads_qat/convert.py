@@ -375,7 +375,8 @@ def revert(model: M) -> M:
             "revert: a rollout model holds packed weights only; quads_qat.load_model gives BF16 weights of a checkpoint"
         )
     require_unwrapped(root, "revert")
-    added = ("weight_format", "scale_group", "observer", "full_precision", "code_cache", "activation_format")
+    added = ("weight_format", "scale_group", "observer", "full_precision", "code_cache")
+    added += ("activation_format", "cast_dtype")
     added_experts = ("weight_formats", "scale_groups", "observers", "layout", "original_class")
     for name in {w.module for w in conversion.weights.values()}:
         module = root.get_submodule(name)

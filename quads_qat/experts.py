@@ -137,6 +137,12 @@ class W4A16Experts(StandsFor):
     full_precision: FullPrecision
     code_cache: CodeCache
     activation_format: ActivationFormat | None = None
+    cast_dtype: torch.dtype | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> W4A16Experts:
+        super()._apply(fn, recurse)
+        self.cast_dtype = self.get_parameter(self.layout.down).dtype
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -7,7 +7,7 @@ optimizers, state dicts and sharding do not notice.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,8 +131,11 @@ def _checksum(weight: Tensor) -> int:
 
 
 def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: WeightFormat, group: ScaleGroup) -> None:
-    """A weight that comes in 16 bits of another kind than it is exported from has been rounded once too often."""
-    if weight.dtype in (torch.float32, torch.float64, fmt.export_dtype):
+    """A weight that comes in 16 bits of another kind than it is exported from has been rounded once too often.
+
+    Unless these are its own: masters that were cast after ``convert`` are exported from there too (``cast_dtype``).
+    """
+    if weight.dtype in (torch.float32, torch.float64, fmt.export_dtype, module.cast_dtype):
         return
     name = next(full for owner, p, full in group.members if owner is module and p == parameter)
     raise ValueError(
@@ -166,6 +169,12 @@ class W4A16Linear(nn.Linear):
     full_precision: FullPrecision
     code_cache: CodeCache
     activation_format: ActivationFormat | None = None
+    cast_dtype: torch.dtype | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> W4A16Linear:
+        super()._apply(fn, recurse)
+        self.cast_dtype = self.weight.dtype
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
