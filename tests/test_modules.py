@@ -164,9 +164,7 @@ def test_a_weight_cast_to_other_16_bits_than_it_is_exported_from_is_refused_by_n
     for module in model.modules():  # as FSDP2 does, past `Module.to`, after which masters are of that dtype
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().to(getattr(torch, compute))))
-    with pytest.raises(
-        ValueError, match=rf"layers\.0\..*: its forward sees torch.{compute}, but it is exported"
-    ):
+    with pytest.raises(ValueError, match=rf"layers\.0\..*: its forward sees torch.{compute}, but it is exported"):
         model(**inputs)
     with qq.full_precision(model):
         model(**inputs)
