@@ -141,7 +141,8 @@ class W4A16Experts(StandsFor):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> W4A16Experts:
         super()._apply(fn, recurse)
-        self.cast_dtype = self.get_parameter(self.layout.down).dtype
+        if (weight := self._parameters.get(self.layout.down)) is not None:
+            self.cast_dtype = weight.dtype
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
