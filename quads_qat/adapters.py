@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,38 @@ from quads_qat.scale_groups import whole
 
 
 class Factors(NamedTuple):
-    """One low-rank update ``scaling * b @ a`` of a weight [N, K]."""
+    """One low-rank update ``scaling * b @ a`` of a weight [N, K], or of a stack of experts [E, N, K].
 
-    a: Tensor  #: [r, K]
-    b: Tensor  #: [N, r]
+    Of a stack that is stored [E, K, N] the update is the transposed one: N and K change places.
+    """
+
+    a: Tensor  #: [r, K] or [E, r, K]
+    b: Tensor  #: [N, r] or [E, N, r]
     scaling: float
+
+
+@dataclass(eq=False)
+class Adapted:
+    """What is quantized in the place of a parameter: kept as ``module.__dict__["adapted"][parameter]``.
+
+    Attributes:
+        factors: gives the updates that are active now.
+    """
+
+    factors: Callable[[], list[Factors]]
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The merged weight. No gradient."""
+        return merge(weight, self.factors())
+
+
+_PIECE = 1 << 24  # elements
+
+
+def _pieces(stack: Tensor) -> list[slice]:
+    """Of the experts of a stack [E, ...]: what is made of them in fp32 is made of one piece at a time."""
+    experts = max(1, _PIECE // max(1, stack.shape[1:].numel()))
+    return [slice(i, i + experts) for i in range(0, stack.shape[0], experts)]
 
 
 # ---------------------------------------------------------------------------------------------------- merged, quantized
@@ -33,11 +61,20 @@ class Factors(NamedTuple):
 @torch.library.custom_op("quads_qat::merge_adapters", mutates_args=())
 def _merge(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Tensor:
     """In a graph too this is one call: a compiler that fused the product would change its bits."""
-    with torch.autocast(weight.device.type, enabled=False):  # a merge outside of autocast must give the same
-        merged = weight.float()
+
+    def merged(weight: Tensor, part: Any) -> Tensor:
+        total = weight.float()
         for right, left, factor in zip(a, b, scaling, strict=True):
-            merged = merged + (left.float() @ right.float()) * factor
-    return merged.to(weight.dtype)
+            total = total + (left[part].float() @ right[part].float()) * factor
+        return total.to(weight.dtype)
+
+    with torch.autocast(weight.device.type, enabled=False):  # a merge outside of autocast must give the same
+        if weight.ndim == 2:
+            return merged(weight, ...)
+        out = torch.empty_like(weight)
+        for part in _pieces(weight):
+            out[part] = merged(weight[part], part)
+        return out
 
 
 @_merge.register_fake
@@ -47,6 +84,8 @@ def _(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequenc
 
 def merge(weight: Tensor, factors: Sequence[Factors]) -> Tensor:
     """``weight + sum s B A``, summed in fp32 and rounded once to the weight's dtype. No gradient.
+
+    A stack of experts costs, besides the result, fp32 copies of 2**24 of its elements (at least one expert).
 
     A sharded weight (DTensor) gives one sharded alike, after a gather that all its ranks must take part in: the GEMM is
     the whole one on every rank, so that its bits are.
@@ -154,6 +193,108 @@ def merged_linear(
     flat = [t for f in factors for t in (f.a, f.b)]
     scaling = tuple(f.scaling for f in factors)
     return _MergedLinear.apply(x, weight, bias, amax, fmt, scaling, *flat)  # pyright: ignore[reportReturnType]
+
+
+# -------------------------------------------------------------------------------------------- merged, quantized, stacks
+
+
+def _gradients_of_stack(grad: Tensor, factors: Sequence[Factors], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Of a, b, a, b, ...: ``s b.T grad`` and ``s grad a.T`` for each expert, ``grad`` [E, N, K] being the stack's."""
+    grads: list[Tensor | None] = [None] * (2 * len(factors))
+    for i, (a, b, scaling) in enumerate(factors):
+        if needed[2 * i]:
+            of_a = [b[part].transpose(-2, -1) @ grad[part].to(b.dtype) for part in _pieces(grad)]
+            grads[2 * i] = torch.cat(of_a).to(a.dtype) * scaling
+        if needed[2 * i + 1]:
+            of_b = [grad[part].to(a.dtype) @ a[part].transpose(-2, -1) for part in _pieces(grad)]
+            grads[2 * i + 1] = torch.cat(of_b).to(b.dtype) * scaling
+    return grads
+
+
+class _MergedStack(torch.autograd.Function):
+    """``W + sum s B A``; keeps the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scaling: tuple[float, ...], *factors: Tensor) -> Tensor:
+        ctx.save_for_backward(*factors)
+        ctx.scaling = scaling
+        return merge(weight, _factors(factors, scaling))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        factors = _factors(ctx.saved_tensors, ctx.scaling)
+        of_factors = _gradients_of_stack(grad, factors, ctx.needs_input_grad[2:])
+        return grad if ctx.needs_input_grad[0] else None, None, *of_factors
+
+
+def merged_stack(weight: Tensor, factors: Sequence[Factors]) -> Tensor:
+    """:func:`merge` of experts that lets gradients through, to the weight and every factor: for forwards not ours.
+
+    Keeps nothing but the factors, and in backward makes the gradient of the whole stack. Without factors: ``weight``.
+    """
+    if not factors:
+        return weight
+    flat = [t for f in factors for t in (f.a, f.b)]
+    return _MergedStack.apply(weight, tuple(f.scaling for f in factors), *flat)  # pyright: ignore[reportReturnType]
+
+
+class _MergedGroupedLinear(torch.autograd.Function):
+    """``y[rows of expert e] = x[...] @ Q(W[e] + sum s B[e] A[e]).T``; keeps x, W and the factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        offs: Tensor,
+        amax: Tensor,
+        fmt: WeightFormat,
+        scaling: tuple[float, ...],
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, offs, amax, *factors)
+        ctx.fmt, ctx.scaling = fmt, scaling
+        used = autograd.fake_quantize_weight(merge(weight, _factors(factors, scaling)), amax, fmt, x.dtype)
+        return autograd.grouped_mm(x, used if fmt.transposed else used.transpose(-2, -1), offs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, offs, amax, *factors = ctx.saved_tensors
+        grad_x = grad_weight = None
+        of_factors: list[Tensor | None] = [None] * len(factors)
+        grad = grad.contiguous()
+        if ctx.needs_input_grad[0]:
+            used = _used_again(ctx, weight, amax, factors, x.dtype, grad)
+            grad_x = autograd.grouped_mm(grad, used.transpose(-2, -1) if ctx.fmt.transposed else used, offs)
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[6:]):
+            left, right = (x, grad) if ctx.fmt.transposed else (grad, x)
+            grad_weight = autograd.grouped_mm(left.transpose(-2, -1), right, offs).to(weight.dtype)
+            of_factors = _gradients_of_stack(grad_weight, _factors(factors, ctx.scaling), ctx.needs_input_grad[6:])
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None, None, *of_factors
+
+
+def merged_grouped_linear(
+    x: Tensor, weight: Tensor, offs: Tensor, factors: Sequence[Factors], amax: Tensor, fmt: WeightFormat
+) -> Tensor:
+    """``autograd.grouped_linear`` by the fake-quantized merged stack: x [M, K] -> [M, N], in the weight's dtype.
+
+    Gradients are straight-through to every factor: dA = s B.T dW, dB = s dW A.T for each expert. dW, the gradient of
+    the whole stack in the weight's dtype, is made for that and let go: one GEMM without a host sync, where products
+    with r columns in fp32 would need a loop over experts.
+
+    Args:
+        x: [M, K], rows sorted by expert.
+        weight: [E, N, K], or [E, K, N] when ``fmt.transposed``: the base weight.
+        offs: [E] int32, end row of each expert's group; a group may be empty.
+        factors: at least one.
+        amax: [E] or [], of the scale group, of merged weights.
+        fmt: layout and recipe.
+    """
+    flat = [t for f in factors for t in (f.a, f.b)]
+    scaling = tuple(f.scaling for f in factors)
+    return _MergedGroupedLinear.apply(x.to(weight.dtype), weight, offs, amax, fmt, scaling, *flat)  # pyright: ignore[reportReturnType]
 
 
 # --------------------------------------------------------------------------------------------------------------- packed

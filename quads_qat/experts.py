@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quads_qat import autograd, sharding
+from quads_qat import adapters, autograd, sharding
+from quads_qat.adapters import Factors
 from quads_qat.config import ActivationFormat, WeightFormat
 from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype, tell_held_scales
 from quads_qat.qtensor import NVFP4Tensor
@@ -128,6 +129,7 @@ class W4A16Experts(StandsFor):
 
     Under every dispatch the output equals, bit for bit, the original module's with the quantized weights put in.
     Made by ``quads_qat.convert`` from a module of any known layout; ``original_class`` is that module's class.
+    Parameters with adapters (``integrations.peft``) are quantized merged.
     """
 
     layout: ExpertsLayout
@@ -152,9 +154,7 @@ class W4A16Experts(StandsFor):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
         if self.full_precision.on():
-            if self._observing():
-                self._observe(None, *args, **kwargs)
-            return self.original_class.forward(self._stand_in({}), *args, **kwargs)
+            return self._in_full_precision(*args, **kwargs)
         if self._grouped():
             return grouped_forward(self, self._project_grouped, *args, **kwargs)
         sources = {name: self.source(name) for name in self.layout.parameters}
@@ -164,6 +164,13 @@ class W4A16Experts(StandsFor):
         stand_in = self._stand_in(quantized)
         with self._recompute(quantized, sources):
             return self.original_class.forward(stand_in, *args, **kwargs)
+
+    def _in_full_precision(self, *args: Any, **kwargs: Any) -> Tensor:
+        merged = {name: self._merged(name) for name in self.layout.parameters if self.factors(name)}
+        if self._observing():
+            self._observe({name: self._weight(name) for name in self.layout.parameters} | merged, *args, **kwargs)
+        with self._recompute(merged, {}):
+            return self.original_class.forward(self._stand_in(merged), *args, **kwargs)
 
     def amax(self, name: str) -> Tensor:
         """What the parameter's scales are made from: [E] or []."""
@@ -187,6 +194,25 @@ class W4A16Experts(StandsFor):
         refuse_other_dtype(self, name, weight, self.weight_formats[name], self.scale_groups[name])
         return sharding.local(weight)
 
+    def factors(self, name: str) -> list[Factors]:
+        """The low-rank updates of a parameter that are active now.
+
+        Raises:
+            ValueError: there are some, and the stack is sharded.
+        """
+        adapted = self.__dict__.get("adapted", {}).get(name)
+        factors = [] if adapted is None else adapted.factors()
+        if factors and sharding.is_sharded(self._parameters[name]):  # pyright: ignore[reportArgumentType]
+            full = next(full for module, p, full in self.scale_groups[name].members if (module, p) == (self, name))
+            raise ValueError(
+                f"{full}: expert or tensor parallelism with adapters is not supported; shard with FSDP2, the base "
+                "weight and its adapters in one unit"
+            )
+        return factors
+
+    def _merged(self, name: str) -> Tensor:
+        return adapters.merged_stack(self._weight(name), self.factors(name))
+
     def source(self, name: str) -> Source:
         """What the quantized parameter is made from, besides itself: the amax, or its codes inside ``accumulate``."""
         codes = self.code_cache.codes(self, name, self.scale_groups[name], self.weight_formats[name])
@@ -200,9 +226,12 @@ class W4A16Experts(StandsFor):
     def _project_grouped(self, name: str, x: Tensor, offs: Tensor, expert: Tensor) -> Tensor:
         if self.observers[name].enabled:
             self.observers[name].update(x)
-        amax, codes = self.source(name)
-        weight = self._weight(name)
-        out = autograd.grouped_linear(x, weight, offs, amax, self.weight_formats[name], codes)
+        fmt, weight = self.weight_formats[name], self._weight(name)
+        if factors := self.factors(name):
+            out = adapters.merged_grouped_linear(x, weight, offs, factors, self.amax(name), fmt)
+        else:
+            amax, codes = self.source(name)
+            out = autograd.grouped_linear(x, weight, offs, amax, fmt, codes)
         return out + sharding.local(getattr(self, f"{name}_bias"))[expert] if self.layout.bias else out
 
     def _observing(self) -> bool:
@@ -210,8 +239,7 @@ class W4A16Experts(StandsFor):
 
     def _quantized(self, name: str, source: Source) -> Tensor:
         amax, codes = source
-        weight = self._weight(name)
-        return autograd.fake_quantize_ste(weight, fmt=self.weight_formats[name], amax=amax, codes=codes)
+        return autograd.fake_quantize_ste(self._merged(name), fmt=self.weight_formats[name], amax=amax, codes=codes)
 
     def _stand_in(self, replaced: dict[str, Tensor]) -> nn.Module:
         """An instance of the original class with this module's state, except for the ``replaced`` parameters.
@@ -226,21 +254,19 @@ class W4A16Experts(StandsFor):
         stand_in.__dict__.update(replaced)
         return stand_in
 
-    def _recompute(self, quantized: dict[str, Tensor], sources: dict[str, Source]) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    def _recompute(self, weights: dict[str, Tensor], sources: dict[str, Source]) -> Any:
+        """Save none of the ``weights``, quantized from ``sources``; without a source: merged alone."""
+        if not weights or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nullcontext()
         again = [
-            (q, _again(self._weight(name), sources[name], self.weight_formats[name])) for name, q in quantized.items()
+            (w, _again(self._weight(name), self.factors(name), sources.get(name), self.weight_formats[name]))
+            for name, w in weights.items()
         ]
         return autograd.recompute_quantized(again)
 
-    def _observe(self, quantized: dict[str, Tensor] | None, *args: Any, **kwargs: Any) -> None:
-        """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched.
-
-        ``quantized`` None: with the master weights.
-        """
+    def _observe(self, weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        """Run the experts once more, one by one, to see the inputs of both projections. Output bits are untouched."""
         with torch.no_grad():
-            weights = quantized or {name: self._weight(name) for name in self.layout.parameters}
 
             def project(name: str, expert: int, x: Tensor) -> Tensor:
                 self.observers[name].update(x)
@@ -268,9 +294,7 @@ class W4A4Experts(W4A16Experts):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
         if self.full_precision.on():
-            if self._observing():
-                self._observe(None, *args, **kwargs)
-            return self.original_class.forward(self._stand_in({}), *args, **kwargs)
+            return self._in_full_precision(*args, **kwargs)
         amaxes = {name: self.amax(name) for name in self.layout.parameters}
         # one view for all experts: its backward is one stack, where a select each would add up whole zero stacks
         matrices = {name: self._weight(name).unbind(0) for name in self.layout.parameters}
@@ -298,16 +322,20 @@ def _of_one_expert(fmt: WeightFormat) -> WeightFormat:
     return WeightFormat(recipe=fmt.recipe, export_dtype=fmt.export_dtype)
 
 
-def _again(weight: Any, source: Source, fmt: WeightFormat) -> Callable[[], Tensor]:
-    version = weight._version
+def _again(weight: Tensor, factors: list[Factors], source: Source | None, fmt: WeightFormat) -> Callable[[], Tensor]:
+    given = (weight, *(t for f in factors for t in (f.a, f.b)))
+    versions = [t._version for t in given]
 
     def rebuild() -> Tensor:
-        if weight._version != version:
+        if [t._version for t in given] != versions:
             raise RuntimeError(
                 "an expert weight was changed in place between forward and backward; step the optimizer after backward"
             )
+        merged = adapters.merge(weight, factors)
+        if source is None:
+            return merged
         amax, codes = source
-        return autograd.fake_quantize_weight(weight, amax, fmt, weight.dtype, codes)
+        return autograd.fake_quantize_weight(merged, amax, fmt, weight.dtype, codes)
 
     return rebuild
 

@@ -122,9 +122,10 @@ class ScaleGroup:
         for module, parameter, name in self.members:
             if parameter not in module._parameters:
                 raise RuntimeError(
-                    f"{name} is no parameter of its module any more (as under torch.nn.utils.parametrize, PEFT's "
-                    "target_parameters, or FSDP1's flat parameters), so what replaced it would not be quantized; adapt "
-                    "linears with target_modules, shard with FSDP2, or exclude the module from quantization"
+                    f"{name} is no parameter of its module any more (as under torch.nn.utils.parametrize, PEFT's own "
+                    "target_parameters, or FSDP1's flat parameters), so what replaced it would not be quantized; make "
+                    "adapters with quads_qat.integrations.peft (lora_config, quantize_merged), shard with FSDP2, or "
+                    "exclude the module from quantization"
                 )
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
         if is_zero3(weights[0]):
@@ -139,12 +140,12 @@ class ScaleGroup:
             )
         if not self.adapted():
             return weights
-        adapters = [module.__dict__.get("adapted") for module, _, _ in self.members]
+        adapters = [module.__dict__.get("adapted", {}).get(parameter) for module, parameter, _ in self.members]
         return [w if adapt is None else adapt(w) for adapt, w in zip(adapters, weights, strict=True)]
 
     def adapted(self) -> bool:
-        """Whether an adapter changes what is quantized: a member's attribute ``adapted`` (``integrations.peft``)."""
-        return any("adapted" in module.__dict__ for module, _, _ in self.members)
+        """Whether an adapter changes what is quantized: ``adapted`` of a member's module (``integrations.peft``)."""
+        return any(parameter in module.__dict__.get("adapted", ()) for module, parameter, _ in self.members)
 
 
 def whole(weight: Tensor) -> Tensor:

@@ -365,30 +365,13 @@ def test_fsdp2_trains_and_exports_the_adapters_of_a_whole_model(tmp_path: Path):
         ({"lora_dropout": 0.1}, r"lora_dropout=0\.1 is not supported: dropout on x"),
         ({"use_dora": True}, "use_dora=True is not supported: DoRA"),
         ({"lora_bias": True}, "lora_bias=True is not supported: biases are not quantized"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "LoRA on fused experts.* is not supported"),
     ],
 )
 def test_what_cannot_be_merged_before_quantizing_is_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         get_peft_model(qq.convert(base_model(), "w4a16"), lora_config(target_modules=TARGETS, **options))
-    if "target_parameters" not in options:
-        model = qq.convert(get_peft_model(base_model(), LoraConfig(target_modules=TARGETS, **options)), "w4a16")
-        with pytest.raises(ValueError, match=r"quantize_merged: .*q_proj has .*cannot be merged before quantizing"):
-            quantize_merged(model)
-
-
-@ORDERS
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_peft_s_own_adapters_of_fused_experts_are_refused_by_name(order: str, experts: str):
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], r=4)
-    base = tiny_model("qwen3_moe", dtype=torch.bfloat16, experts_implementation=experts)
-    if order == "convert first":
-        model = get_peft_model(qq.convert(base, "w4a16"), config)
-    else:
-        model = qq.convert(get_peft_model(base, config), "w4a16")
-    with pytest.raises(RuntimeError, match=r"mlp\.experts.*down_proj is no parameter .*target_modules"):
-        model(input_ids=ids())
-    with pytest.raises(ValueError, match=r"quantize_merged: .*mlp\.experts adapts fused experts"):
+    model = qq.convert(get_peft_model(base_model(), LoraConfig(target_modules=TARGETS, **options)), "w4a16")
+    with pytest.raises(ValueError, match=r"quantize_merged: .*q_proj has .*cannot be merged before quantizing"):
         quantize_merged(model)
 
 
