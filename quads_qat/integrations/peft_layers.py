@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,10 @@ def refuse_variants(who: str, config: Any) -> None:
             raise ValueError(f"{who}: {option}={getattr(config, option)!r} is not supported: {reason}")
 
 
-class QuantizedLora(LoraLayer):
+_Mixin = LoraLayer if TYPE_CHECKING else object  # bare: quantize_merged assigns __class__, which needs equal layouts
+
+
+class QuantizedLora(_Mixin):
     """What the LoRA layers of a trainer share: adapters of one parameter, merged before it is quantized.
 
     The sum over active adapters is made in fp32, in the order in which they were added, and rounded once to the
