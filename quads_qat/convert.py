@@ -437,7 +437,8 @@ def coverage(model: nn.Module) -> Coverage:
     for name, weight in conversion.weights.items():
         module = root.get_submodule(weight.module)
         rollout = conversion.mode is Mode.W4A4_RESIDUAL
-        module = getattr(module, "base_layer", module)  # wrapped by an adapter
+        while "base_layer" in module._modules:  # wrapped by adapters, one layer for each parameter
+            module = module.get_submodule("base_layer")
         shape = module.packed(weight.parameter).shape if rollout else module._parameters[weight.parameter].shape  # pyright: ignore
         quantized[name] = (shape.numel(), weight.group)
         groups.setdefault(weight.group, []).append(name)
