@@ -13,7 +13,7 @@ from quads_qat.config import Dialect, Scope, WeightScale
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, Weight
 from quads_qat.selection import in_scope
-from quads_qat.sync_plan import PackedTarget, SyncPlan, Target
+from quads_qat.sync_plan import PackedTarget, SyncPlan, Target, module_of
 
 _PACKED, _HIGH_PRECISION = "packed", "in high precision"
 
@@ -24,7 +24,7 @@ class Ledger:
     def __init__(
         self, root: nn.Module, conversion: Conversion, plan: SyncPlan, contract: Contract | None = None
     ) -> None:
-        self.conversion, self.plan, self.contract = conversion, plan, contract
+        self.root, self.conversion, self.plan, self.contract = root, conversion, plan, contract
         with conversion.sync.readable():
             self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
         self.seen: set[str] = set()
@@ -32,6 +32,7 @@ class Ledger:
         self.dialect: Dialect | None = None  # of the packed tensors, once a name has told
         self.filled: dict[str, int] = {}  # parameter -> elements, or packed tensors, that have come
         self.forms: dict[str, str] = {}  # scale group -> _PACKED or _HIGH_PRECISION
+        self.input_scales: dict[str, int] = {}  # quantized parameter -> activation scales that have come
 
     def enter(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> PackedTarget | list[Target]:
         """Where a tensor belongs; [] if nowhere."""
@@ -70,8 +71,10 @@ class Ledger:
             raise ValueError(
                 f"update_weights: {name} must be {target.layout[0]} {list(target.layout[1])}, got {dtype} {list(shape)}"
             )
-        if not target.input_scale:
-            weight = target.disk.weight
+        weight = target.disk.weight
+        if target.input_scale:
+            self.input_scales[weight.name] = self.input_scales.get(weight.name, 0) + 1
+        else:
             self._enter_form(name, weight, _PACKED)
             self.filled[weight.name] = self.filled.get(weight.name, 0) + 1
         return target
@@ -144,6 +147,54 @@ class Ledger:
             else:
                 names |= dict.fromkeys(self.plan.disk_names.get(parameter, [parameter]))
         return [name for name in names if name not in self.seen]
+
+    def require_whole(self, what: str, *, strict: bool) -> None:
+        """Nothing more comes: raise ValueError if ``what`` came in part, and ``strict``: for names that are unknown."""
+        if strict:
+            self._require_all_names(what)
+            self._require_all_input_scales()
+        for name in self.using_input_scales():
+            if 0 < self.input_scales.get(name, 0) < len(self.parts(name)):
+                raise ValueError(f"update_weights: activation scales of {name} came in part; send all or none of them")
+
+    def using_input_scales(self) -> list[str]:
+        """Quantized parameters whose input has a static scale."""
+        weights = self.conversion.weights.values()
+        return [w.name for w in weights if module_of(self.root, w).uses_input_amax(w.parameter)]
+
+    def _require_all_names(self, what: str) -> None:
+        missing, unexpected = self.missing(), self.unexpected
+        found = [
+            f"{len(names)} {kind}, {'like' if len(names) > 3 else 'namely'} {', '.join(names[:3])}"
+            for names, kind in ((missing, "missing"), (unexpected, "unexpected"))
+            if names
+        ]
+        if found:
+            raise ValueError(
+                f"update_weights: {what} must name every weight once and nothing else: {'; '.join(found)}; "
+                f"{_way_out(missing, unexpected)}"
+            )
+
+    def _require_all_input_scales(self) -> None:
+        """Activation scales come for every weight that uses one, or for none."""
+        using = self.using_input_scales() if self.input_scales else []
+        lacking = [name for name in using if name not in self.input_scales]
+        if lacking and len(lacking) < len(using):
+            raise ValueError(
+                f"update_weights: activation scales came for some weights, but not for {lacking[0]} and "
+                f"{len(lacking) - 1} more; send all or none of them"
+            )
+
+
+def _way_out(missing: list[str], unexpected: list[str]) -> str:
+    if any(name.startswith("base_model.model.") or ".lora_" in name for name in unexpected):
+        return (
+            "these are names of a model with adapters; merge first: `with quads_qat.integrations.peft.merged(model) as "
+            "plain:` sync export_weights(plain)"
+        )
+    if missing:
+        return "send the whole model, or pass strict=False"
+    return "drop what the rollout has no place for, or pass strict=False, which ignores it"
 
 
 def _is_packed(

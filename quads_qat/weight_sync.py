@@ -32,47 +32,24 @@ the update on the stream that replays, or synchronize in between.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quads_qat import dialects
-from quads_qat.autograd import group_amax
-from quads_qat.checkpoint_plan import Assembly, DiskWeight
-from quads_qat.config import Mode, Recipe
+from quads_qat.config import Mode
 from quads_qat.contract import Contract, given_contract
-from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
-from quads_qat.convert import quantize_master
+from quads_qat.conversion import conversion_of, require_unwrapped
 from quads_qat.linear import HELD_SCALES
-from quads_qat.qtensor import NVFP4Tensor
-from quads_qat.scale_groups import whole
+from quads_qat.sync_layers import Sync, SyncReport
 from quads_qat.sync_ledger import Ledger
-from quads_qat.sync_plan import PackedTarget, SyncPlan, Target, module_of, sync_plan
+from quads_qat.sync_plan import Layout, sync_plan
 
 _STREAMS = "pass quads_qat.export_weights(trainer, 'modelopt') or trainer.state_dict()"
 
 Metadata = Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
-
-
-@dataclass
-class SyncReport:
-    """What a weight sync did.
-
-    Attributes:
-        tensors: how many were taken.
-        layers: how many layers (and the rest outside of layers, as one) have new weights.
-        missing: names of tensors that did not come (``strict=False``); layers that lack one keep their old weights.
-        unexpected: names that belong to nothing (``strict=False``).
-    """
-
-    tensors: int = 0
-    layers: int = 0
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
 
 
 def update_weights(
@@ -86,10 +63,11 @@ def update_weights(
     """Give a rollout model new weights, in place: every parameter and buffer keeps its address. Any number of times.
 
     A layer is changed when all of its tensors have come and were found right (dtype, shape, finite), so a layer never
-    mixes old and new weights. A sync that fails leaves some layers new and others old; the rollout then refuses to run,
-    and to give a state_dict, until a complete sync. Tensors may come in any order, and are copied or consumed before
-    the next is asked for, so their memory may be reused; order them by layers (as ``export_weights`` does) to need one
-    layer of extra memory.
+    mixes old and new weights. A sync that fails leaves some layers new and others old, and its error says which; the
+    rollout then refuses to run, and to give a state_dict, until a complete sync, whatever its layers are: also if all
+    are new and a name came too many. Tensors may come in any order, and are copied or consumed before the next is asked
+    for, so their memory may be reused; order them by layers (as ``export_weights`` does) to need one layer of extra
+    memory.
 
     Args:
         rollout: converted to ``w4a4_residual``, or from ``load_rollout``.
@@ -98,13 +76,15 @@ def update_weights(
             (``trainer.state_dict()``). The latter are quantized on arrival with the rollout's recipe and scale
             groups, whose members wait for each other: the bits are those that ``export_weights`` gives, unless the
             trainer holds its scales (``Schedule``: frozen, ema), which masters do not tell. Sharded ones (DTensor) are
-            gathered.
-        metadata: (name, dtype, shape) of what will come (``export_metadata``). Everything is checked against it before
+            gathered. Of a dict, a list or the like all names, dtypes and shapes are checked before any byte changes;
+            of an iterator as they come, unless its metadata are given.
+        metadata: (name, dtype, shape) of what an iterator will bring (``export_metadata``). All of it is checked before
             any byte changes: a refusal leaves the rollout as it was.
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.
         contract: what the weights were made under (``contract_of(trainer)``; its ``to_json`` goes through any message).
             Tensors do not say; another recipe or other scale groups than the rollout's are refused before any byte
-            changes; so are weights in high precision of a trainer that holds its scales, or has another scope.
+            changes; so are weights in high precision of a trainer that holds its scales, or has another scope (of an
+            iterator without metadata: when the first comes).
 
     Returns:
         What was done.
@@ -115,7 +95,7 @@ def update_weights(
             a scale group of which only a part is packed, or with several scales; at the end, missing or unexpected
             names (``strict``).
         TypeError: no model, or no stream; what comes is no pair of a name and a tensor. If it is the first that comes,
-            or stands in a dict or list, the rollout is as it was.
+            the rollout is as it was.
 
     Warns:
         UserWarning: the ``state_dict()`` of a trainer that holds its scales, as far as it came as it was made.
@@ -149,14 +129,8 @@ def update_weights(
             "update_weights: another sync of this rollout is under way (in a thread, or in the generator that this one "
             "reads); let it finish first"
         )
-    stream = _stream_of(named_tensors)
-    plan = sync_plan(root, conversion)
-    if metadata is not None:
-        expected = _checked_metadata(Ledger(root, conversion, plan, made_under), metadata, strict)
-    elif isinstance(named_tensors, Mapping) and made_under is not None:  # all names are known ahead
-        items = map(_checked_item, named_tensors.items())
-        layouts = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in items)
-        _checked_metadata(Ledger(root, conversion, plan, made_under), layouts, strict=False)
+    stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
+    announced = _check_ahead(lambda: Ledger(root, conversion, plan, made_under), named_tensors, metadata, strict=strict)
     if any(HELD_SCALES in entry for entry in getattr(named_tensors, "_metadata", {}).values()):
         warnings.warn(
             "update_weights: this state_dict is of a trainer that holds its scales (Schedule: frozen, ema), which "
@@ -167,23 +141,25 @@ def update_weights(
     state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True
     try:
-        sync = _Sync(root, conversion, plan, made_under)
+        sync = Sync(root, conversion, plan, made_under)
         for item in stream:
             name, tensor = _checked_item(item)
             if not begun:  # what is no stream at all breaks nothing
                 begun, state.broken = True, "the weights of this rollout are being synced; wait for update_weights"
-            if metadata is not None and expected.pop(name, None) != (tensor.dtype, tuple(tensor.shape)):
-                raise ValueError(f"update_weights: {name} is not what the metadata announced, once for each name")
+            if announced is not None:
+                _require_announced(name, (tensor.dtype, tuple(tensor.shape)), announced.pop(name, None))
             sync.take(name, tensor)
         begun = True
         report = sync.finish(strict)
     except BaseException as error:
         state.broken = before
         if begun:
+            ages = sync.ages()
             state.broken = (
-                f"the last weight sync of this rollout failed ({type(error).__name__}: {error}), and its layers may be "
-                "of different ages; send all weights again with quads_qat.update_weights"
+                f"the last weight sync of this rollout failed ({type(error).__name__}: {error}): {ages}; send all "
+                "weights again with quads_qat.update_weights"
             )
+            _say_also(error, f"{ages}; the rollout refuses to run until a complete sync")
         raise
     finally:
         state.running = False
@@ -192,17 +168,12 @@ def update_weights(
 
 
 def _stream_of(named_tensors: Any) -> Iterator[Any]:
-    """Its items; those that are at hand are looked at now, before any byte changes."""
     if isinstance(named_tensors, (nn.Module, Tensor, str, bytes)) or not isinstance(named_tensors, Iterable):
         raise TypeError(
             f"update_weights: named_tensors must be (name, tensor) pairs or a dict, got "
             f"{type(named_tensors).__name__}; {_STREAMS}"
         )
-    items: Iterable[Any] = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    if isinstance(named_tensors, (dict, list, tuple)):
-        for item in items:
-            _checked_item(item)
-    return iter(items)
+    return iter(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
 
 
 def _checked_item(item: Any) -> tuple[str, Tensor]:
@@ -217,258 +188,43 @@ def _checked_item(item: Any) -> tuple[str, Tensor]:
     return name, tensor
 
 
-def _checked_metadata(
-    ledger: Ledger, metadata: Metadata, strict: bool
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name -> (dtype, shape), after a rehearsal of the whole sync."""
+def _check_ahead(
+    new_ledger: Callable[[], Ledger], named_tensors: Any, metadata: Metadata | None, *, strict: bool
+) -> dict[str, Layout] | None:
+    """Rehearse the sync with all that is known of it; what the metadata announces, if there is any.
+
+    Of an iterator nothing is known; of a dict, a list and the like all but the values.
+    """
+    try:
+        announced = None if metadata is None else _rehearse(new_ledger(), metadata, "metadata", strict=strict)
+        if isinstance(named_tensors, Collection):
+            items = map(_checked_item, _stream_of(named_tensors))
+            layouts = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in items)
+            for name, layout in _rehearse(new_ledger(), layouts, "named_tensors", strict=strict).items():
+                if announced is not None:
+                    _require_announced(name, layout, announced.get(name))
+        return announced
+    except (TypeError, ValueError) as error:
+        _say_also(error, "nothing was changed")
+        raise
+
+
+def _rehearse(ledger: Ledger, layouts: Metadata, what: str, *, strict: bool) -> dict[str, Layout]:
+    """Name -> (dtype, shape)."""
     announced = {}
-    for name, dtype, shape in metadata:
+    for name, dtype, shape in layouts:
         ledger.enter(name, dtype, tuple(shape))
         announced[name] = dtype, tuple(shape)
-    if strict:
-        _require_complete(ledger.missing(), ledger.unexpected, "metadata")
+    ledger.require_whole(what, strict=strict)
     return announced
 
 
-def _require_complete(missing: list[str], unexpected: list[str], what: str) -> None:
-    found = [
-        f"{len(names)} {kind}, {'like' if len(names) > 3 else 'namely'} {', '.join(names[:3])}"
-        for names, kind in ((missing, "missing"), (unexpected, "unexpected"))
-        if names
-    ]
-    if found:
-        raise ValueError(
-            f"update_weights: {what} must name every weight once and nothing else: {'; '.join(found)}; "
-            f"{_way_out(missing, unexpected)}"
-        )
+def _require_announced(name: str, came: Layout, announced: Layout | None) -> None:
+    if came != announced:
+        raise ValueError(f"update_weights: {name} is not what the metadata announced, once for each name")
 
 
-def _way_out(missing: list[str], unexpected: list[str]) -> str:
-    if any(name.startswith("base_model.model.") or ".lora_" in name for name in unexpected):
-        return (
-            "these are names of a model with adapters; merge first: `with quads_qat.integrations.peft.merged(model) as "
-            "plain:` sync export_weights(plain)"
-        )
-    if missing:
-        return "send the whole model, or pass strict=False"
-    return "drop what the rollout has no place for, or pass strict=False, which ignores it"
-
-
-# ------------------------------------------------------------------------------------------------------------- the sync
-
-
-class _Sync:
-    """Holds what has come until its layer is complete, then changes the layer."""
-
-    def __init__(self, root: nn.Module, conversion: Conversion, plan: SyncPlan, made_under: Contract | None) -> None:
-        self.root, self.conversion, self.plan = root, conversion, plan
-        self.ledger, self.report = Ledger(root, conversion, plan, made_under), SyncReport()
-        self.inference = any(t.is_inference() for t in self.ledger.live.values())  # changed in inference mode only
-        self.parts: dict[str, dict[str, Tensor]] = {}  # tensors of one weight on disk that wait for each other
-        self.assemblies: dict[str, Assembly] = {}  # packed parameters
-        self.staged: dict[str, Tensor] = {}  # parameters in high precision; quantized ones wait for their scale group
-        self.ready: dict[str, NVFP4Tensor | Tensor] = {}  # complete, checked, waiting for its layer
-        self.written: set[str] = set()
-        self.unseen: dialects.UnseenScales | None = None
-        self.aligned: list[tuple[DiskWeight, Tensor]] = []  # per-tensor scales that nobody has looked at either
-        self.scales: dict[tuple[str, int | None], Tensor] = {}
-        self.places: dict[str, tuple[torch.Size, torch.device]] = {}  # of packed parameters
-        self.input_amaxes: dict[str, list[Tensor]] = {}
-        self.groups: dict[str, list[Weight]] = {}
-        for weight in conversion.weights.values():
-            self.groups.setdefault(weight.group, []).append(weight)
-
-    def take(self, name: str, tensor: Tensor) -> None:
-        """One tensor, copied or consumed."""
-        with torch.inference_mode() if self.inference else torch.no_grad():
-            self._take(name, tensor)
-
-    def _take(self, name: str, tensor: Tensor) -> None:
-        tensor = whole(tensor.detach())
-        place = self.ledger.enter(name, tensor.dtype, tuple(tensor.shape))
-        if isinstance(place, PackedTarget):
-            if place.input_scale:
-                self._take_input_scale(name, place.disk, tensor)
-            else:
-                self._take_packed(name, place.disk, tensor)
-        else:
-            for target in place:
-                self._take_plain(name, target, tensor)
-        self.report.tensors += place != []
-
-    def _take_packed(self, name: str, disk: DiskWeight, tensor: Tensor) -> None:
-        weight, recipe = disk.weight, self.conversion.recipe
-        if weight.name not in self.places:
-            here = module_of(self.root, weight).packed(weight.parameter)
-            self.places[weight.name] = here.shape, here.device
-        shape, device = self.places[weight.name]
-        held = self.parts.setdefault(disk.name, {})
-        held[name] = tensor.to(device, copy=True)
-        if len(held) < 3:
-            return
-        del self.parts[disk.name]
-        dialect = self.ledger.dialect
-        assert dialect is not None
-        if self.unseen is None:
-            self.unseen = dialects.UnseenScales(dialect)
-        q = dialects.read(disk.name, held, dialect, recipe, transposed=disk.stored_transposed, unseen=self.unseen)
-        if recipe is Recipe.ALIGNED:
-            self.aligned.append((disk, q.per_tensor_scale))
-        if weight.name not in self.assemblies:
-            self.assemblies[weight.name] = Assembly(weight, shape, device)
-        self.assemblies[weight.name].add(disk, q)
-        if self.ledger.complete(weight.name):
-            self._finish_packed(weight, self.assemblies.pop(weight.name).finish())
-
-    def _require_sound_scales(self) -> None:
-        """Of all weights that have come: looked at together, once a layer, since a look waits for the device."""
-        if self.unseen is not None:
-            try:
-                self.unseen.require_sound()
-            except ValueError as error:
-                raise ValueError(f"update_weights: {error}") from error
-        if self.aligned:
-            self._require_aligned()
-
-    def _require_aligned(self) -> None:
-        """The recipe that only this package writes: scales are powers of two, and shared in a scale group."""
-        came, self.aligned = self.aligned, []
-        scales = torch.stack([scale for _, scale in came])
-        shared = torch.stack([self.scales.setdefault(disk.scale_key, scale) for disk, scale in came])
-        powers = torch.frexp(scales)[0] == 0.5
-        if bool((powers & (scales == shared)).all()):
-            return
-        for (disk, scale), is_power, group in zip(came, powers, shared, strict=True):
-            if not is_power:
-                raise ValueError(
-                    f"update_weights: the per-tensor scale of {disk.name} must be a power of two (recipe 'aligned'), "
-                    f"got {scale.item()}; the trainer has another recipe than the rollout"
-                )
-            if scale != group:
-                raise ValueError(
-                    f"update_weights: the per-tensor scale of {disk.name} is {scale.item()}, that of others in its "
-                    f"scale group {disk.weight.group} {group.item()}; they must share one, from one step of one trainer"
-                )
-
-    def _take_input_scale(self, name: str, disk: DiskWeight, tensor: Tensor) -> None:
-        assert self.ledger.dialect is not None
-        amax = dialects.amax_of_input_scale(f"update_weights: {name}", tensor, self.ledger.dialect)
-        self.input_amaxes.setdefault(disk.weight.name, []).append(amax)
-
-    def _take_plain(self, name: str, target: Target, tensor: Tensor) -> None:
-        parameter, weight = target.parameter, self.conversion.weights.get(target.parameter)
-        if parameter in self.written:
-            self._require_same(name, target, tensor)
-            return
-        if parameter not in self.staged:
-            if weight is None:
-                live = self.ledger.live[parameter]
-                dtype, device = live.dtype, live.device
-            else:
-                dtype = weight.format.export_dtype
-                device = module_of(self.root, weight).packed(weight.parameter).device
-            self.staged[parameter] = torch.empty(self.plan.shapes[parameter], dtype=dtype, device=device)
-        target.write(tensor, self.staged[parameter])
-        if not self.ledger.complete(parameter):
-            return
-        self.written.add(parameter)
-        if weight is None:
-            staged = self.staged.pop(parameter)
-            _require_finite(name, staged)
-            self._finish(parameter, staged)
-        elif self.written.issuperset(member.name for member in self.groups[weight.group]):
-            self._quantize(self.groups[weight.group])
-
-    def _require_same(self, name: str, target: Target, tensor: Tensor) -> None:
-        """A tied weight that comes under another name too has the same values (once quantized, nobody can tell)."""
-        before = self.staged.get(target.parameter, self.ready.get(target.parameter))
-        if before is None and target.parameter not in self.conversion.weights:
-            before = self.ledger.live[target.parameter]
-        if not isinstance(before, Tensor):
-            return
-        again = torch.empty_like(before, memory_format=torch.contiguous_format)
-        target.write(tensor, again)
-        if not torch.equal(before, again):
-            raise ValueError(
-                f"update_weights: {name} is tied to {target.parameter} in the rollout, but came with other values; "
-                "untie the rollout, or send one of them"
-            )
-
-    def _quantize(self, members: list[Weight]) -> None:
-        masters = {weight.name: self.staged.pop(weight.name) for weight in members}
-        amax = group_amax(list(masters.values()), members[0].format)
-        for weight in members:
-            try:
-                q = quantize_master(weight, masters.pop(weight.name), amax)
-            except ValueError as error:
-                raise ValueError(f"update_weights: {error}") from error
-            self._finish_packed(weight, q)
-
-    def _finish_packed(self, weight: Weight, q: NVFP4Tensor) -> None:
-        try:
-            self._finish(weight.name, module_of(self.root, weight).fit_packed(weight.parameter, q))
-        except ValueError as error:
-            self._require_sound_scales()  # says better what was wrong
-            raise ValueError(f"update_weights: {weight.name}: {error}") from error
-
-    def _finish(self, parameter: str, value: NVFP4Tensor | Tensor) -> None:
-        """A parameter is complete; with the last of its layer, the layer is changed."""
-        self.ready[parameter] = value
-        unit = self.plan.units[parameter]
-        layer = self.plan.members.get(unit, [])
-        if parameter not in layer:
-            layer = [parameter]  # one that checkpoints do not hold: for itself
-        elif any(name not in self.ready for name in layer):
-            return
-        self._require_sound_scales()
-        for name in layer:
-            new = self.ready.pop(name)
-            if isinstance(new, Tensor):
-                self.ledger.live[name].copy_(new)
-            else:
-                weight = self.conversion.weights[name]
-                module_of(self.root, weight).load_packed(weight.parameter, new)
-        self.report.layers += 1
-
-    @torch.no_grad()
-    def finish(self, strict: bool) -> SyncReport:
-        """Nothing more comes."""
-        self._require_sound_scales()
-        self.report.missing, self.report.unexpected = self.ledger.missing(), self.ledger.unexpected
-        if strict:
-            _require_complete(self.report.missing, self.report.unexpected, "the sync")
-            self._require_all_input_scales()
-        for name, amaxes in self.input_amaxes.items():
-            weight = self.conversion.weights[name]
-            module = module_of(self.root, weight)
-            if not module.uses_input_amax(weight.parameter):
-                continue
-            if len(amaxes) < len(self.ledger.parts(name)):
-                raise ValueError(f"update_weights: activation scales of {name} came in part; send all or none of them")
-            module.set_calibrated(weight.parameter, "input_amax", torch.stack(amaxes).amax())
-        return self.report
-
-    def _require_all_input_scales(self) -> None:
-        """Activation scales come for every weight that uses one, or for none."""
-        if not self.input_amaxes:
-            return
-        weights = self.conversion.weights.values()
-        using = [w.name for w in weights if module_of(self.root, w).uses_input_amax(w.parameter)]
-        lacking = [name for name in using if name not in self.input_amaxes]
-        if lacking and len(lacking) < len(using):
-            raise ValueError(
-                f"update_weights: activation scales came for some weights, but not for {lacking[0]} and "
-                f"{len(lacking) - 1} more; send all or none of them"
-            )
-
-
-def _require_finite(name: str, tensor: Tensor) -> None:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return
-    low, high = torch.aminmax(tensor)  # one pass; both are NaN if there is one
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise ValueError(
-            f"update_weights: {name} holds {bad} NaN or inf of {tensor.numel()} elements in {tensor.dtype}; find the "
-            "step that made them"
-        )
+def _say_also(error: BaseException, what: str) -> None:
+    """Add to the message of an error; one of another type than ours is the sender's own, and stays as it is."""
+    if type(error) in (TypeError, ValueError) and len(error.args) == 1:
+        error.args = (f"{error}; {what}",)

@@ -202,6 +202,27 @@ def test_a_wrong_stream_is_refused(kind: str):
 # ----------------------------------------------------------------------------------------------------- no stream at all
 
 
+@pytest.mark.parametrize("contract", [False, True], ids=["", "contract"])
+@pytest.mark.parametrize(
+    "kind", [k for k in WRONG if k not in ("packed values of another recipe", "no pair in the middle")]
+)
+def test_what_is_at_hand_is_checked_before_a_byte_changes(kind: str, contract: bool):
+    make, message = WRONG[kind]
+    model, items = rollout(), make()
+    expected = logits(model)
+    options: Any = {"contract": qq.contract_of(trainer())} if contract else {}
+    for collection in (items, tuple(items), dict(items), dict(items).items()):
+        if isinstance(collection, (list, tuple)) or kind != "duplicates":
+            with pytest.raises(ValueError, match=f"{message}.*; nothing was changed$"):
+                qq.update_weights(model, collection, **options)
+            assert_same_state(state(model), fresh(seed=0))
+            assert_same_bits(logits(model), expected)
+    announced = qq.export_metadata(trainer(), "modelopt")
+    with pytest.raises(ValueError, match=r"nothing was changed$"):
+        qq.update_weights(model, items, metadata=announced, **options)
+    assert_same_bits(logits(model), expected)
+
+
 def stops() -> Iterator[tuple[str, Tensor]]:
     raise ZeroDivisionError("the trainer has nothing")
     yield
@@ -238,7 +259,7 @@ def test_what_is_no_stream_leaves_the_rollout_in_use(kind: str):
     assert_same_bits(logits(model), expected)
     assert_same_state(state(model), fresh(seed=0))
     with pytest.raises(ValueError, match="missing"):
-        qq.update_weights(model, [])
+        qq.update_weights(model, iter([]))
     with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=message):
         qq.update_weights(model, make())
     with pytest.raises(RuntimeError, match="send all weights again"):  # what is broken stays so

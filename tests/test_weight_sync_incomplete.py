@@ -48,6 +48,78 @@ def test_nothing_at_all_is_missing_everything():
     assert_same_state(state(model), fresh(seed=0))
 
 
+NONE_OLD = "new weights: model.layers.0-1, what is in no layer; old weights: none"
+
+
+@forms
+@pytest.mark.parametrize(
+    ("lost", "ages"),
+    [
+        ("layers.1.", "new weights: model.layers.0, what is in no layer; old weights: model.layers.1"),
+        ("norm.weight", "new weights: none; old weights: model.layers.0-1, what is in no layer"),
+        ("model.norm.weight", "new weights: model.layers.0-1; old weights: what is in no layer"),
+    ],
+)
+def test_the_error_says_which_layers_are_new(form: str, lost: str, ages: str):
+    stream = [(name, tensor) for name, tensor in FORMS[form](trainer()) if lost not in name]
+    model = rollout()
+    with pytest.raises(ValueError, match=f"missing.*; {ages}; the rollout refuses to run until a complete sync$"):
+        qq.update_weights(model, iter(stream))
+    message = rf"failed \(ValueError: .* missing, .*\): {ages}; send all weights again with quads_qat.update_weights$"
+    with pytest.raises(RuntimeError, match=message) as refusal:
+        logits(model)
+    assert str(refusal.value).count("new weights") == 1
+
+
+def test_layers_are_told_in_runs_and_scale_groups_join_them():
+    def make(seed: int, mode: str) -> nn.Module:
+        config = copy.deepcopy(tiny_model("qwen3").config)
+        config.num_hidden_layers, config.layer_types = 12, ["full_attention"] * 12
+        model = fill(type(tiny_model("qwen3"))(config).bfloat16(), seed)
+        return qq.convert(model, mode, groups=[r"layers\.[23]\.(mlp\.down_proj)"])
+
+    stream = [(n, t) for n, t in make(1, "w4a16").state_dict().items() if not re.search(r"\.(2|8|10)\.mlp\.up_proj", n)]
+    with pytest.raises(
+        ValueError,
+        match=r"new weights: model\.layers\.0-1, model\.layers\.4-7, model\.layers\.9, model\.layers\.11, what is in "
+        r"no layer; old weights: model\.layers\.2-3, model\.layers\.8, model\.layers\.10; the rollout refuses",
+    ):
+        qq.update_weights(make(0, "w4a4_residual"), iter(stream))
+
+
+@pytest.mark.parametrize("contract", [False, True], ids=["", "contract"])
+def test_a_name_too_many_leaves_every_layer_new_and_the_next_sync_recovers(contract: bool):
+    options = {"contract": qq.contract_of(trainer())} if contract else {}
+    model = rollout()
+    for again in (lambda: packed(), lambda: iter(packed())):
+        with pytest.raises(
+            ValueError,
+            match=f"1 unexpected, namely draft.weight; drop what the rollout has no place for, .*strict=False.*; "
+            f"{NONE_OLD}; the rollout refuses to run until a complete sync$",
+        ):
+            qq.update_weights(model, iter([*packed(), ("draft.weight", torch.ones(3))]), **options)
+        assert_same_state(state(model), fresh(seed=1))
+        with pytest.raises(RuntimeError, match=f"{NONE_OLD}; send all weights again"):
+            logits(model)
+        qq.update_weights(model, again(), **options)
+        assert_same_bits(logits(model), fresh_logits(seed=1))
+
+
+def test_a_layer_that_was_interrupted_while_it_changed_is_told():
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    model = rollout()
+    model.model.layers[1].mlp.experts.refresh = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        qq.update_weights(model, iter(packed()))
+    with pytest.raises(
+        RuntimeError,
+        match=r"failed \(KeyboardInterrupt: \): new weights: .*; half new: model.layers.1; old weights: none",
+    ):
+        logits(model)
+
+
 @pytest.mark.parametrize("error", [OSError("the trainer is gone"), KeyboardInterrupt()], ids=str)
 def test_an_error_of_the_sender_passes_and_the_rollout_is_out_of_use(error: BaseException):
     def broken() -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +144,7 @@ def test_a_compiled_rollout_refuses_too():
     x = torch.ones(2, 32)
     assert_same_bits(compiled(x), model(x))
     with pytest.raises(ValueError, match="1 missing"):
-        qq.update_weights(model, [])
+        qq.update_weights(model, iter([]))
     with pytest.raises(Exception, match="the last weight sync of this rollout failed"):
         compiled(x)
     qq.update_weights(model, {"0.weight": torch.ones(16, 32)})
@@ -91,7 +163,7 @@ def test_not_strict_takes_whole_layers_and_tells_what_is_missing():
     assert_same_state(state(model), new, "layers.0.")
     logits(model)
     with pytest.raises(ValueError, match="came twice"):
-        qq.update_weights(model, stream[:1] * 2)
+        qq.update_weights(model, iter(stream[:1] * 2))
     qq.update_weights(model, stream, strict=False)  # not everything: the rollout stays out of use
     with pytest.raises(RuntimeError, match="the last weight sync of this rollout failed"):
         logits(model)
@@ -109,7 +181,7 @@ def test_layers_that_a_scale_group_spans_are_changed_together():
         stream = list(form(source))
         for name, tensor in ((n, t) for n, t in stream if "layers.1.mlp.up_proj" in n):
             with pytest.raises(ValueError, match="1 missing"):
-                qq.update_weights(model, [(n, t) for n, t in stream if n != name])
+                qq.update_weights(model, iter([(n, t) for n, t in stream if n != name]))
             assert tensor is not None
             assert_same_state(state(model), old, "layers.")
         qq.update_weights(model, stream)

@@ -101,10 +101,10 @@ def logits(model: Any) -> Tensor:
 
 
 def refused(model: Any, stream: Any, message: str, **options: Any) -> None:
-    """The sync fails with ``message``, the rollout refuses to run, and a complete sync repairs it."""
+    """A sync from an iterator fails with ``message``, the rollout refuses to run, a complete sync repairs it."""
     __tracebackhide__ = True
     with pytest.raises((ValueError, TypeError), match=message):
-        qq.update_weights(model, stream, **options)
+        qq.update_weights(model, iter(stream), **options)
     with pytest.raises(RuntimeError, match=r"the last weight sync of this rollout failed .*; send all weights again"):
         logits(model)
     for part in (model, next(m for m in model.modules() if isinstance(m, PackedModule))):
