@@ -226,11 +226,11 @@ class W4A16Experts(StandsFor):
     def _project_grouped(self, name: str, x: Tensor, offs: Tensor, expert: Tensor) -> Tensor:
         if self.observers[name].enabled:
             self.observers[name].update(x)
-        fmt, weight = self.weight_formats[name], self._weight(name)
-        if factors := self.factors(name):
-            out = adapters.merged_grouped_linear(x, weight, offs, factors, self.amax(name), fmt)
+        amax, codes = self.source(name)
+        fmt, weight, factors = self.weight_formats[name], self._weight(name), self.factors(name)
+        if factors and amax is not None:
+            out = adapters.merged_grouped_linear(x, weight, offs, factors, amax, fmt)
         else:
-            amax, codes = self.source(name)
             out = autograd.grouped_linear(x, weight, offs, amax, fmt, codes)
         return out + sharding.local(getattr(self, f"{name}_bias"))[expert] if self.layout.bias else out
 

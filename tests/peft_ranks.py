@@ -18,7 +18,9 @@ from quads_qat.integrations.peft import lora_config, merged
 def trainer() -> nn.Module:
     torch.manual_seed(0)
     model = qq.convert(tiny_model("qwen3_moe", dtype=torch.bfloat16, experts_implementation="grouped_mm"), "w4a16")
-    config = lora_config(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    targets = {"target_modules": ["q_proj", "v_proj"], "target_parameters": experts}
+    config = lora_config(**targets, r=4, init_lora_weights=False)
     return get_peft_model(model, config, autocast_adapter_dtype=False)  # FSDP2 wants one dtype in a unit
 
 

@@ -101,19 +101,22 @@ class QuantizedLora(_Mixin):
         return self.lora_A[name].weight, self.lora_B[name].weight  # pyright: ignore
 
     def factors(self, names: list[str] | None = None) -> list[Factors]:
-        """Of these adapters, else of the active ones; none while merged or disabled."""
+        """Of these adapters, else of the active ones; none while merged or disabled.
+
+        Of a layer that is both, the base weight is put back first, as PEFT does: also where a forward of another layer
+        asks, one that shares its scale with this.
+        """
         if names is None:
+            if self.disable_adapters and self.merged:
+                self.unmerge()
             if self.disable_adapters or self.merged:
                 return []
             names = self.active_adapters
         return [Factors(*self._low_rank(name), self.scaling[name]) for name in self.lora_A if name in names]
 
-    def _prepare(self, kwargs: dict[str, Any]) -> None:
-        """At the start of a forward."""
+    def _refuse_names(self, kwargs: dict[str, Any]) -> None:
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError(f"{type(self).__qualname__}: adapter_names (one adapter for each row) is not supported")
-        if self.disable_adapters and self.merged:
-            self.unmerge()
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put ``W + sum s B A`` in the base weight's place, in the bits that were trained.
@@ -182,7 +185,7 @@ class QuantizedLoraLinear(QuantizedLora, LoraLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """X [..., K] -> [..., N]."""
-        self._prepare(kwargs)
+        self._refuse_names(kwargs)
         base, factors = self.base_layer, self.factors()
         if not factors:
             return base(x)
@@ -246,7 +249,7 @@ class QuantizedLoraExperts(QuantizedLora, ParamWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original experts' arguments and result."""
-        self._prepare(kwargs)
+        self._refuse_names(kwargs)
         return self.base_layer(*args, **kwargs)
 
 
