@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from quads_qat.config import Recipe
@@ -31,18 +30,31 @@ def configuration(
 
     None: decode all of W once, then multiply in bf16.
     """
-    mean = terms * tiles_of(m, max(1, min(experts, m)))
-    if on_hopper and not ordered and (tiles := hopper.grouped_tiles(mean // terms, k, terms)):
+    mean = tiles_of(m, max(1, min(experts, m)))
+    if on_hopper and not ordered and (tiles := hopper.grouped_tiles(mean, k, terms)):
         return tiles
-    if mean >= terms * MOST_MEAN_ROWS and not ordered:
+    if mean >= MOST_MEAN_ROWS and not ordered:
         return None
-    if not ordered and (mean <= 8 or k % RUN):
-        return Narrow(32, 8, 8, 2, 4) if mean <= 8 else Narrow(32, 16, 16, 2, 3)
-    columns = min(max(16, triton.next_power_of_2(2 * mean)), 256)
+    columns = terms * mean
+    even = k % 256 == 0
+    if not ordered and (k % RUN or columns <= (4 if even or terms == 1 else 0)):
+        return _narrow(m, k, experts, terms, columns)
     stacked = terms == 2
-    if columns == 16:
-        return Wide(64, 16, 16, 4, 3, 1, stacked)
-    return Wide(128, columns, 8, 8, 3 if columns > 64 else 4, 1, stacked)
+    if columns <= 8:
+        return Wide(128, 16, 8, 4, 2, 1, stacked) if k < 1024 else Wide(64, 16, 16, 4, 3, 1, stacked)
+    return Wide(128, 32 if columns <= 16 else 64 if columns <= 64 else 128, 8, 8, 3, 1, stacked)
+
+
+def _narrow(m: int, k: int, experts: int, terms: int, columns: int) -> Narrow:
+    if terms == 1 and m <= 16 and 2 * m <= experts:  # most experts have one row, if any: no program looks for others
+        if k < 1024:
+            return Narrow(32, 8, 8, 1, 4, 80, one_row=True)
+        return Narrow(16 if m <= 8 else 32, 8, 8, 2, 4, 80, one_row=True)
+    if terms == 2 and m <= 8:
+        return Narrow(32, 8, 8, 2, 4)
+    if columns <= 8:
+        return Narrow(32, 8, 16, 1, 2, 128 if terms == 1 and k % 256 == 0 else None)
+    return Narrow(32, 16, 16, 2, 3)
 
 
 def takes_order(m: int, n: int, k: int, experts: int, terms: int) -> bool:

@@ -38,6 +38,7 @@ class Narrow:
         slices: of K, one a warp.
         stages: of loads in flight.
         registers: the most a thread may use, so that more programs fit; None: as many as it likes.
+        one_row: of one term, in all columns.
     """
 
     rows: int
@@ -46,10 +47,11 @@ class Narrow:
     slices: int
     stages: int
     registers: int | None = None
+    one_row: bool = False
 
     def height(self, terms: int) -> int:
         """Rows of y."""
-        return self.columns // terms
+        return 1 if self.one_row else self.columns // terms
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def tiles_of(size: int, tile: int) -> int:
 
 MOST_NARROW_COLUMNS = 16
 MOST_STACKED_COLUMNS = 128
+_WORTH_A_PASS = 1 << 24  # weights, from which up to 16 rows gain by the wide kernel what ordering them costs
 _ROWS_OF_ONE_PRODUCT = 4096  # with fewer, to write W twice costs more than to add fp32 results
 
 
@@ -99,8 +102,11 @@ def configuration(
     """
     if on_hopper and not ordered and (tiles := hopper.dense_tiles(m, n, k, terms, processors)):
         return tiles
-    if m * terms <= MOST_NARROW_COLUMNS and not ordered:
-        return _narrow(m * terms, n)
+    columns = m * terms
+    # two terms come from a kernel that stores them in any order, one may have to be ordered for the wide kernel
+    stays = columns <= 8 or k % RUN or (terms == 1 and n * k < _WORTH_A_PASS)
+    if columns <= MOST_NARROW_COLUMNS and stays and not ordered:
+        return _narrow(columns, n)
     most = 256 if n * k >= 1 << 25 else 128 if n * k >= 1 << 24 else 64
     if k % RUN or (m > most and not ordered):
         return None
@@ -109,15 +115,24 @@ def configuration(
 
 # Columns up to -> rows of W up to -> tiles. Small W need many programs, large ones few instructions a weight.
 _NARROW = {
-    1: {4096: Narrow(16, 8, 16, 4, 4, 80), math.inf: Narrow(16, 8, 32, 2, 3)},
-    8: {4096: Narrow(16, 8, 16, 4, 4), 16384: Narrow(32, 8, 16, 2, 4, 128), math.inf: Narrow(32, 8, 16, 4, 3)},
-    16: {4096: Narrow(16, 16, 16, 4, 3), 16384: Narrow(32, 16, 16, 2, 3), math.inf: Narrow(32, 16, 16, 1, 3)},
+    1: {
+        4096: Narrow(16, 8, 16, 4, 4, 80, one_row=True),
+        12288: Narrow(16, 8, 16, 2, 4, one_row=True),
+        math.inf: Narrow(16, 8, 32, 2, 3, one_row=True),
+    },
+    8: {
+        2048: Narrow(16, 8, 16, 4, 4),
+        4096: Narrow(32, 8, 16, 4, 3),
+        16384: Narrow(32, 8, 16, 2, 4, 128),
+        math.inf: Narrow(32, 8, 8, 4, 3),
+    },
+    16: {2048: Narrow(16, 16, 32, 4, 2), math.inf: Narrow(32, 16, 16, 2, 3)},
 }
 
 
 def _narrow(columns: int, n: int) -> Narrow:
     by_rows = next(table for most, table in _NARROW.items() if columns <= most)
-    return next(tiles for most, tiles in by_rows.items() if n < most)
+    return next(tiles for most, tiles in by_rows.items() if n <= most)
 
 
 def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
@@ -126,15 +141,19 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     columns = min(columns, 256 if terms == 1 else 128)
     accumulated = columns if stacked else columns * terms
     rows, warps = 128, 8
-    if columns == 16 or (n < 4096 and columns <= 128):
+    if columns == 16 or (n < 4096 and columns <= 128) or (n < 8192 and k <= 4096 and columns <= 64):
         rows, warps = 64, 4
-    elif n >= 16384 and accumulated == 128:
-        rows, warps = 256, 16
+    elif n > 16384 and accumulated in (64, 128):
+        rows, warps = 256, accumulated // 8
+    elif accumulated == 32 and (stacked or n > 16384):
+        warps = 4
     blocks = 16 if accumulated <= 64 else 8
     tiles = tiles_of(n, rows) * tiles_of(2 * m if stacked else m, columns)
-    steps = tiles_of(k // 16, blocks)
-    target = 4 * processors if columns == 16 else processors
-    splits = min(4, steps, max(1, target // tiles))
+    if columns == 16:
+        splits = 4 if tiles <= processors else 2
+    else:  # two programs a multiprocessor where they are small
+        splits = (2 if (rows, warps, stacked) == (128, 4, True) else 1) * processors // tiles
+    splits = min(splits, tiles_of(k // 16, blocks))
     return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
 
@@ -313,6 +332,7 @@ def launch(
     given = groups, per_tensor_scale.numel() > 1, row_scale is not None, bias is not None, assembly
     options = _options(config, terms, *given, device_of(x)[1])
     if isinstance(config, Narrow):
+        assert not config.one_row or terms == 1, f"{config} has no place for a second term"
         narrow_kernel[grid](
             *pointers,
             m,
@@ -320,7 +340,7 @@ def launch(
             blocks,
             groups,
             x.stride(0),
-            ONE_ROW=m * terms == 1 and not groups,
+            ONE_ROW=config.one_row,
             EVEN=n % config.rows == 0 and blocks % (config.blocks * config.slices) == 0,
             **options,
         )

@@ -27,7 +27,7 @@ from quads_qat.kernels.decode import (
     stride_between,
     wide_weights,
 )
-from quads_qat.kernels.groups import group_of_tile
+from quads_qat.kernels.groups import group_of_row, group_of_tile
 
 
 @triton.jit
@@ -81,7 +81,10 @@ def narrow_kernel(
     PDL: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """ROWS of W, all of K: SLICES warps, each BLOCKS blocks a step. COLUMNS = TERMS * rows of x, term after term."""
+    """ROWS of W, all of K: SLICES warps, each BLOCKS blocks a step. COLUMNS = TERMS * rows of x, term after term.
+
+    ONE_ROW: one row of one term fills all columns; by groups, no search for the tiles before it.
+    """
     HALF: tl.constexpr = COLUMNS // TERMS
     term_stride = stride_between(x_ptr, second_ptr)
     STEP: tl.constexpr = SLICES * BLOCKS
@@ -92,7 +95,13 @@ def narrow_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        group, first, end = group_of_tile(tl.program_id(1), ends_ptr, groups, GROUPS, HALF)
+        if ONE_ROW:
+            first = tl.program_id(1)
+            end = first + 1
+            group = group_of_row(first, ends_ptr, groups, GROUPS)
+            x_ptr += first.to(tl.int64) * row_stride
+        else:
+            group, first, end = group_of_tile(tl.program_id(1), ends_ptr, groups, GROUPS, HALF)
         if group >= groups:
             return
         start = group.to(tl.int64) * n * blocks
@@ -131,11 +140,8 @@ def narrow_kernel(
             scale = tl.load(block_scale_ptr + t + scale_offs, (row < n) & (t + scale_column < blocks), 0)
         w = narrow_weights(tl.reshape(words, (SLICES, ROWS, BLOCKS, 2)), scale, ASSEMBLY, DTYPE)
         if ONE_ROW:
-            if EVEN:
-                x = tl.load(x_ptr + 16 * t + vector)
-            else:
-                x = tl.load(x_ptr + 16 * t + vector, 16 * t + vector < 16 * blocks, 0.0)
-            x = narrow_vector(x, BLOCKS)
+            mask = (16 * t + vector < 16 * blocks) if not EVEN else (vector >= 0)
+            x = narrow_vector(tl.load(x_ptr + 16 * t + vector, mask, 0.0), BLOCKS)
             x = tl.broadcast_to(x[:, :, None], (SLICES, 16 * BLOCKS, COLUMNS))
         else:
             mask = (x_row < end)[None, :, None] & ((16 * t + channel < 16 * blocks) if not EVEN else (channel >= 0))
