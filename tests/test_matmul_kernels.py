@@ -388,19 +388,35 @@ def test_each_expert_multiplies_its_rows(counts: list[int], tiles: Narrow | Wide
 
 
 @pytest.mark.skipif(not GPU, reason="minutes in the interpreter")
-@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768)])
-@pytest.mark.parametrize("tokens", [8, 64, 512, 4096, 32768])
-def test_experts_of_a_model(shape: tuple[int, int], tokens: int):
-    q = exact_weight(128, *shape)
-    chosen = torch.randint(0, 128, (tokens,), generator=torch.Generator().manual_seed(tokens)).sort().values
-    offs = torch.bincount(chosen, minlength=128).cumsum(0).int().to(DEVICE)
-    x = small_integers(1, tokens, shape[1])
-    y = grouped_matmul(x[0], q.qdata, q.block_scale, q.per_tensor_scale, offs)
+@pytest.mark.parametrize("shape", [(128, 1536, 2048), (128, 2048, 768), (32, 720, 2880), (8, 1024, 4096)], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 256, 512, 1024, 2048, 4096, 32768])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_experts_of_a_model(shape: tuple[int, int, int], rows: int, terms: int):
+    """The tiles that are chosen, for every mean number of rows, and with the order that they want."""
+    experts, _, k = shape
+    q = exact_weight(*shape)
+    chosen = torch.randint(0, experts, (rows,), generator=torch.Generator().manual_seed(rows)).sort().values
+    offs = torch.bincount(chosen, minlength=experts).cumsum(0).int().to(DEVICE)
+    x = small_integers(terms, rows, k)
+    second = x[1] if terms == 2 else None
+    y = grouped_matmul(x[0], q.qdata, q.block_scale, q.per_tensor_scale, offs, second=second)
     start = 0
     for expert, end in enumerate(offs.tolist()):
         own = NVFP4Tensor(q.qdata[expert], q.block_scale[expert], q.per_tensor_scale, q.recipe, q.stored_scale)
         assert_same_bits(y[start:end], exact(x[:, start:end], own).bfloat16(), f"expert {expert}")
         start = end
+
+
+@pytest.mark.skipif(not GPU, reason="minutes in the interpreter")
+@pytest.mark.parametrize(
+    "shape", [(2048, 4096), (4096, 4096), (6144, 2048), (8192, 8192), (16384, 1024), (28672, 1024)]
+)
+@pytest.mark.parametrize("terms", [1, 2])
+def test_linears_of_models(shape: tuple[int, int], terms: int):
+    q = exact_weight(*shape)
+    for m in (1, 4, 8, 12, 16, 24, 32, 48, 64, 128, 200, 512, 1500):
+        x = small_integers(terms, m, shape[1])
+        assert_same_bits(run(x, q), exact(x, q).bfloat16(), f"{m} rows")
 
 
 # ------------------------------------------------------------------------------------------------------------- the door
