@@ -92,9 +92,16 @@ class CodeCache:
     active: bool = False
     debug: bool = False
     entries: dict[tuple[int, str], tuple[NVFP4Tensor, int]] = field(default_factory=dict)
+    amaxes: dict[ScaleGroup, Tensor] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"active": False, "debug": False, "entries": {}}  # a copy is in no block
+        return {"active": False, "debug": False, "entries": {}, "amaxes": {}}  # a copy is in no block
+
+    def clear(self) -> None:
+        """End of the block."""
+        self.active = False
+        self.entries.clear()
+        self.amaxes.clear()
 
     def codes(self, module: nn.Module, parameter: str, group: ScaleGroup, fmt: WeightFormat) -> NVFP4Tensor | None:
         """Codes of a parameter, made at its first use; None outside ``accumulate``, or if an adapter changes its scale.
@@ -109,16 +116,24 @@ class CodeCache:
         weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
         key = (id(module), parameter)
         if key not in self.entries:
-            codes = autograd.weight_codes(weight.detach(), autograd.amax_of(group, fmt), fmt)
+            if group not in self.amaxes:  # members of a group take it once, together
+                self.amaxes[group] = autograd.amax_of(group, fmt)
+            elif self.debug and not torch.equal(self.amaxes[group], autograd.amax_of(group, fmt)):
+                raise _changed(f"a weight of {group.name}")
+            codes = autograd.weight_codes(weight.detach(), self.amaxes[group], fmt)
             self.entries[key] = codes, _checksum(weight) if self.debug else 0
         codes, checksum = self.entries[key]
         if self.debug and _checksum(weight) != checksum:
             name = next(full for member, p, full in group.members if (member, p) == (module, parameter))
-            raise RuntimeError(
-                f"accumulate: {name} has changed since it was quantized; leave the block before optimizer.step(), "
-                "load_state_dict or any other edit"
-            )
+            raise _changed(name)
         return codes
+
+
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"accumulate: {what} has changed since it was quantized; leave the block before optimizer.step(), "
+        "load_state_dict or any other edit"
+    )
 
 
 def _checksum(weight: Tensor) -> int:

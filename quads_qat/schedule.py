@@ -222,5 +222,4 @@ def accumulate(model: nn.Module, *, debug: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        cache.active = False
-        cache.entries.clear()
+        cache.clear()

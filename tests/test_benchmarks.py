@@ -231,7 +231,7 @@ def test_training_steps_are_compared_with_bf16_and_bits_come_first(monkeypatch: 
     sizes = {"hidden": 32, "intermediate": 32, "dense_hidden": 32, "dense_intermediate": 48, "tokens": 8, "layers": 2}
     report = training.training(rounds=1, experts=4, top_k=2, **sizes)
     rows = {row.name: row for row in report.rows}
-    assert len(rows) == 15
+    assert len(rows) == 19
     assert all(row.seconds for name, row in rows.items() if not name.startswith("nvidia"))
     monkeypatch.setattr(training, "_differs", lambda base, x: True)
     report = training.training(rounds=1, experts=4, top_k=2, **sizes)

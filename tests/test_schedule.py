@@ -341,6 +341,26 @@ def test_a_weight_that_changes_inside_the_block_is_found_in_debug_mode():
         qq.step(model)
 
 
+def test_members_of_a_group_take_their_amax_once_in_a_block(monkeypatch: pytest.MonkeyPatch):
+    model = qq.convert(linears("mlp.gate_proj", "mlp.up_proj").bfloat16(), "w4a16")
+    gate, up = model.mlp.gate_proj, model.mlp.up_proj
+    expected = up(rows())
+    taken, amax = [], ops.amax
+    monkeypatch.setattr(ops, "amax", lambda *weights, **options: taken.append(len(weights)) or amax(*weights, **options))
+    with qq.accumulate(model):
+        gate(rows())
+        assert_same_bits(up(rows()), expected)
+        assert taken == [2]
+    assert not gate.code_cache.amaxes
+    gate(rows()), up(rows())
+    assert taken == [2, 2, 2], "outside nothing is kept that an edit could make wrong"
+    with qq.accumulate(model, debug=True):
+        gate(rows())
+        gate.weight.data.mul_(8)
+        with pytest.raises(RuntimeError, match=r"accumulate: a weight of mlp\..* has changed.*leave the block"):
+            up(rows())
+
+
 def test_a_checkpoint_before_the_start_warns_its_caller_once(tmp_path: Path):
     model = qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=qq.Schedule(start_step=3))
     with pytest.warns(UserWarning, match="export_checkpoint: fake quantization starts at step 3") as said:
