@@ -169,7 +169,8 @@ def _weights(
         if found.quantized_here or found.quantized_there:
             way_out = (
                 "one side has another scope, include or exclude: convert both with the same, or start the rollout from "
-                "a new export; qq.coverage lists what a side quantizes"
+                "a new export; qq.coverage lists what a side quantizes. Or the engine took the masters of "
+                "trainer.state_dict(): send qq.export_weights(trainer, ...)"
             )
         coverage = Check("coverage", False, seen, way_out)
     return [coverage, _compared(found, same_contract=same_contract)]
@@ -183,10 +184,10 @@ def _compared(found: Comparison, *, same_contract: bool) -> Check:
             if found.same_values
             else ""
         )
-        return Check("weights", True, f"{found.equal} tensors are equal, bit for bit{zeros}{found.note}")
+        return Check("weights", True, f"{found.equal} tensors are equal, bit for bit{zeros}{found.taken}{found.note}")
     name, how = next(iter(found.different.items()))
     total = found.equal + found.same_values + len(found.different)
-    seen = f"{len(found.different)} of {total} tensors differ, first {name}: {how}"
+    seen = f"{len(found.different)} of {total} tensors differ, first {name}: {how}{found.taken}"
     way_out = (
         "the rollout has the weights of another step: sync qq.export_weights(trainer) after every optimizer step, and "
         "before the check"

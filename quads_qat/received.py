@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quads_qat import ops
+from quads_qat import names, ops
 from quads_qat.checkpoint_plan import export_plan
 from quads_qat.compare import cast_note, difference
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_master
 from quads_qat.dialects import carries, tensor_names
+from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
 from quads_qat.sync_plan import module_of
 from quads_qat.weight_stream import (
     DEQUANTIZED,
     ActivationScales,
+    by_layer,
     export_metadata,
     export_weights,
     own_scales,
@@ -52,6 +54,7 @@ class Comparison:
         own_scales: those of them that are the trainer's masters quantized with the scales of the moment, where the
             trainer holds others (``Schedule``: frozen, ema).
         note: what "equal" leaves open: the cast of fp32 masters that are not quantized; "" without one.
+        taken: what an engine took, if it is of no dialect; else "".
     """
 
     names: int = 0
@@ -65,6 +68,7 @@ class Comparison:
     uncast: list[str] = field(default_factory=list)
     own_scales: list[str] = field(default_factory=list)
     note: str = ""
+    taken: str = ""
 
     def add(self, name: str, how: str | None) -> None:
         """One tensor that both sides have; ``how`` it differs."""
@@ -180,13 +184,11 @@ def compare_received(
     require_unwrapped(root, "check_first_step")
     if not any(name.endswith(_SCALES) for name in taken):
         quantized = {disk.source for disk in export_plan(root, conversion, Dialect.MODELOPT).weights}
-        if (decoded := _compare_decoded(trainer, quantized, taken)) is not None:
-            cast = cast_note(rest_in_memory(root, conversion).values())
-            decoded.note = f"; the engine took dequantized weights{cast}"
-            return decoded
-    dialect, names = _dialect_of(trainer, conversion, taken, activations)
-    scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - names  # an engine's own, if it has any
-    found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names - scales))
+        if quantized & taken.keys():
+            return _compare_decoded(trainer, quantized, taken)
+    dialect, own = _dialect_of(trainer, conversion, taken, activations)
+    scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - own  # an engine's own, if it has any
+    found = Comparison(len(own & taken.keys()), sorted(own - taken.keys()), sorted(taken.keys() - own - scales))
     found.note = cast_note(rest_in_memory(root, conversion).values())
     for name, tensor in export_weights(trainer, dialect, activations=activations):
         if name in taken:
@@ -201,14 +203,50 @@ def _received_difference(there: Tensor | str, here: Tensor) -> str | None:
     return difference(there, here, _SIDES)
 
 
-def _compare_decoded(trainer: nn.Module, quantized: set[str], taken: Mapping[str, Tensor | str]) -> Comparison | None:
-    """Against the stream of dequantized weights; None if not one of those that are quantized is what it has."""
-    names = {name for name, _, _ in export_metadata(trainer, DEQUANTIZED)}
-    found = Comparison(len(names & taken.keys()), sorted(names - taken.keys()), sorted(taken.keys() - names))
+def _compare_decoded(trainer: nn.Module, quantized: set[str], taken: Mapping[str, Tensor | str]) -> Comparison:
+    """Against the stream of dequantized weights; what nobody quantized is sorted out, whatever its step."""
+    own = {name for name, _, _ in export_metadata(trainer, DEQUANTIZED)}
+    found = Comparison(len(own & taken.keys()), sorted(own - taken.keys()), sorted(taken.keys() - own))
     for name, tensor in export_weights(trainer, DEQUANTIZED):
         if name in taken:
             found.add(name, _received_difference(taken[name], tensor))
-    return found if (quantized & taken.keys()) - found.different.keys() else None
+    root, conversion = conversion_of(trainer, "check_first_step")
+    came = sorted(quantized & taken.keys())
+    differ = [name for name in came if name in found.different]
+    masters: dict[str, str] = {}
+    if any(isinstance(taken[name], str) for name in differ):
+        masters = weight_digests(_masters(root, conversion))
+    for name in differ:
+        there = taken[name]
+        if there == masters.get(name) if isinstance(there, str) else not _may_be_decoded(there):
+            found.quantized_here.append(name)
+            del found.different[name]
+    if all(name in found.different and isinstance(taken[name], str) for name in came):
+        found.taken = (
+            "; the engine took weights in high precision, whose digests do not tell whether they were quantized"
+        )
+    elif len(found.quantized_here) < len(came):
+        found.taken = "; the engine took dequantized weights"
+    found.note = cast_note(rest_in_memory(root, conversion).values())
+    return found
+
+
+def _masters(root: nn.Module, conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, master weight) of everything that is quantized, cast as before it is, layer by layer."""
+    for layer in by_layer(conversion.weights).values():
+        dtypes = {name: conversion.weights[name].format.export_dtype for name in layer}
+        masters = {name: whole(root.get_parameter(name).detach()).to(dtype) for name, dtype in dtypes.items()}
+        yield from names.disk_state(root, masters).items()
+
+
+def _may_be_decoded(tensor: Tensor) -> bool:
+    """Whether each block of 16, along one of the last two dims, has no more magnitudes than FP4: 8, zero included."""
+    for blocks_along in (tensor, tensor.mT) if tensor.ndim > 1 else ():
+        if blocks_along.shape[-1] % BLOCK_SIZE == 0:
+            magnitudes = blocks_along.abs().unflatten(-1, (-1, BLOCK_SIZE)).sort(-1).values
+            if not bool(((magnitudes.diff(dim=-1) != 0).sum(-1) > 7).any()):
+                return True
+    return False
 
 
 def _sort_out_scopes(found: Comparison, dialect: Dialect) -> None:
@@ -238,7 +276,7 @@ def _dialect_of(
         for dialect in Dialect
         if carries(dialect, conversion.recipe)
     }
-    common = {dialect: len(names & taken.keys()) for dialect, names in candidates.items()}
+    common = {dialect: len(own & taken.keys()) for dialect, own in candidates.items()}
     best = max(common, key=lambda dialect: common[dialect], default=None)
     if best is None or not common[best]:
         raise ValueError(

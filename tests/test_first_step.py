@@ -496,3 +496,54 @@ def test_an_engine_that_took_dequantized_weights():
     plain = {n: t for n, t in names.disk_state(masters, masters.state_dict()).items() if n in stream}
     with pytest.raises(ValueError, match=r"coverage.*quantized in the trainer only"):
         qq.check_first_step(model, received=qq.weight_digests(plain)).raise_if_failed()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("what", ["pairs", "digests"])
+def test_dequantized_weights_of_another_step_are_told_from_another_scope(what: str, arch: str):
+    """Digests of neither the codes' values nor the masters: what came is of another step, whatever it was."""
+    model = qq.convert(tiny_model(arch), "w4a16")
+    stream = dict(qq.export_weights(model, "dequantized"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+    received: Any = stream if what == "pairs" else qq.weight_digests(stream)
+    report = qq.check_first_step(model, received=received, contract=qq.contract_of(model))
+    assert report.failed == ["weights"], report
+    assert f"{len(stream)} of {len(stream)} tensors differ" in found(report, "weights")
+    assert ("dequantized weights" if what == "pairs" else "do not tell") in found(report, "weights")
+    assert "weights of another step: sync qq.export_weights(trainer)" in found(report, "weights")
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+def test_weights_that_nobody_quantized_are_told_whatever_their_step(arch: str):
+    model = qq.convert(tiny_model(arch), "w4a16")
+    stream = dict(qq.export_weights(model, "dequantized"))
+    masters = qq.revert(copy.deepcopy(model))
+    plain = {n: t for n, t in names.disk_state(masters, masters.state_dict()).items() if n in stream}
+    for stale in (False, True):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.01 if stale else 1)
+        report = qq.check_first_step(model, received=plain)
+        assert report.failed == ["coverage", *(["weights"] if stale else [])], report
+        assert "are quantized in the trainer only" in found(report, "coverage")
+        assert "trainer.state_dict()" in found(report, "coverage")
+        assert "dequantized weights" not in found(report, "weights")
+
+
+def test_dequantized_weights_of_another_scope_are_named():
+    wide, narrow = (
+        qq.convert(tiny_model("qwen3_moe"), "w4a16"),
+        qq.convert(tiny_model("qwen3_moe"), "w4a16", scope="mlp"),
+    )
+    received = dict(qq.export_weights(narrow, "dequantized"))
+    with torch.no_grad():
+        for p in wide.parameters():
+            p.mul_(1.01)
+    report = qq.check_first_step(wide, received=received)
+    assert report.failed == ["coverage", "weights"]
+    assert "8 are quantized in the trainer only, like model.layers.0.self_attn.k_proj.weight" in found(
+        report, "coverage"
+    )
+    assert f"{len(received) - 8} of {len(received) - 8} tensors differ" in found(report, "weights")
