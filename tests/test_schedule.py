@@ -346,7 +346,7 @@ def test_members_of_a_group_take_their_amax_once_in_a_block(monkeypatch: pytest.
     gate, up = model.mlp.gate_proj, model.mlp.up_proj
     expected = up(rows())
     taken, amax = [], ops.amax
-    monkeypatch.setattr(ops, "amax", lambda *weights, **options: taken.append(len(weights)) or amax(*weights, **options))
+    monkeypatch.setattr(ops, "amax", lambda *many, **options: taken.append(len(many)) or amax(*many, **options))
     with qq.accumulate(model):
         gate(rows())
         assert_same_bits(up(rows()), expected)
