@@ -226,8 +226,8 @@ class W4A16Experts(StandsFor):
     def _project_grouped(self, name: str, x: Tensor, offs: Tensor, expert: Tensor) -> Tensor:
         if self.observers[name].enabled:
             self.observers[name].update(x)
-        amax, codes = self.source(name)
-        fmt, weight, factors = self.weight_formats[name], self._weight(name), self.factors(name)
+        factors, (amax, codes) = self.factors(name), self.source(name)
+        fmt, weight = self.weight_formats[name], self._weight(name)
         if factors and amax is not None:
             out = adapters.merged_grouped_linear(x, weight, offs, factors, amax, fmt)
         else:

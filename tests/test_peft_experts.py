@@ -5,13 +5,19 @@ and layout, trains the factors alone, and is exported bit for bit.
 import copy
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from bits import assert_same_bits
 from tiny_models import tiny_inputs, tiny_model
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from twins import assert_equal_tensors, experts_and_inputs, plain_twin, run_experts
 
 pytest.importorskip("peft", reason="needs peft (the extra dev brings it)")
@@ -494,7 +500,7 @@ def test_copies_and_pickles_stand_on_their_own():
         assert_same_bits(logits(model), expected)
 
 
-def test_one_graph_with_the_eager_bits():
+def test_one_graph_with_the_eager_bits_that_keeps_no_merged_stack():
     torch._dynamo.reset()
     counters.clear()
     experts, inputs = experts_and_inputs("qwen3_moe", "grouped_mm")
@@ -502,7 +508,13 @@ def test_one_graph_with_the_eager_bits():
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     model = randomized(get_peft_model(block, lora_config(target_modules=[], target_parameters=targets, r=4)))
     layer = model.get_base_model()["experts"]
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    graphs = []
+
+    def compiler(module: fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
     leaves = [*inputs[:2], *(p for p in layer.parameters() if p.requires_grad)]
     assert len(leaves) == 6
     for _ in range(2):
@@ -516,6 +528,13 @@ def test_one_graph_with_the_eager_bits():
             for parameter in leaves[2:]:
                 parameter.sub_(parameter.sign(), alpha=0.01)
     assert counters["stats"]["unique_graphs"] == 1
+    assert len(graphs) == 2
+    assert sum("merge_adapters" in str(node.target) for node in graphs[1].nodes) == 2
+    (output,) = (node for node in graphs[0].nodes if node.op == "output")
+    stack = min(p.numel() for p in layer.get_base_layer().parameters())
+    kept = [n for n in output.all_input_nodes if isinstance(t := n.meta.get("val"), Tensor) and t.numel() >= stack]
+    assert len(kept) == 2
+    assert all((n.args[0] if "detach" in str(n.target) else n).op == "placeholder" for n in kept)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -578,3 +597,22 @@ def test_other_modes_and_rows_with_adapters_of_their_own_are_refused(tmp_path: P
     qq.export_checkpoint(qq.convert(base_model(), "w4a16"), tmp_path / "packed", dialect="modelopt")
     with pytest.raises(ValueError, match=r"PackedLoraLinear: target_parameters=.*needs a trainer"):
         get_peft_model(qq.load_rollout(tmp_path / "packed", weights_only=True), lora_config(**TARGETS))
+
+
+@DISPATCHES
+def test_stacks_that_are_sharded_on_experts_are_refused(dispatch: str):
+    model = trainer(dispatch=dispatch)
+    layer = next(iter(expert_layers(model).values()))
+    inputs = experts_and_inputs("qwen3_moe", dispatch)[1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, experts = init_device_mesh("cpu", (1,)), layer.get_base_layer()
+        for name in experts.layout.parameters:
+            sharded = distribute_tensor(experts.get_parameter(name).detach(), mesh, [Shard(0)])
+            experts.register_parameter(name, nn.Parameter(sharded, requires_grad=False))
+        with pytest.raises(
+            ValueError, match=r"experts\.gate_up_proj: expert or tensor parallelism with adapters is not"
+        ):
+            run_experts(layer, inputs)
+    finally:
+        dist.destroy_process_group()

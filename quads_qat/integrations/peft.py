@@ -152,8 +152,8 @@ def _rename(conversion: Conversion, prefix: str) -> None:
 def merged(model: nn.Module) -> Iterator[nn.Module]:
     """Inside this context the converted base model stands alone, adapters merged: to export, sync and verify.
 
-    Afterwards adapters and base weights are what they were, bit for bit. Costs one copy of the adapted weights. The
-    PEFT model itself must not run inside it.
+    Afterwards adapters and base weights are what they were, bit for bit. Costs one copy of the adapted weights on
+    their device (of fused experts, that is most of the model). The PEFT model itself must not run inside it.
 
     Yields:
         the base model, converted.
