@@ -342,8 +342,8 @@ def _why_not(
     if "forward" in module.__dict__:
         raise ValueError(
             f"convert: the forward of {name} was replaced on the instance (as hooks of accelerate and "
-            "transformers' tp_plan and ep_size do), which would bypass quantization; convert first, then add hooks or "
-            f"shard with PyTorch's own parallelize_module, or pass exclude=[{name!r}]"
+            "transformers' tp_plan and ep_size do), which would bypass quantization; convert first, then add "
+            f"accelerate's hooks or shard with PyTorch's own parallelize_module, or pass exclude=[{name!r}]"
         )
     return None
 

@@ -20,6 +20,7 @@ from quads_qat.autograd import activation_amax
 from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
 from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop, grouped_forward
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.scale_groups import is_hooked
 
 _FIELDS = ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
 _OPTIONAL = ("input_amax", "residual_mask")
@@ -78,6 +79,15 @@ class PackedModule(nn.Module):
         q = replace(q, stored_scale=q.stored_scale.clone())  # often the same tensor: files want one place for each
         for part in _FIELDS:
             self.register_buffer(f"{name}_{part}", getattr(q, part))
+
+    def require_usable(self) -> None:
+        """Raise RuntimeError if the weights do not belong together, or transformers' hooks cut inputs and outputs."""
+        self.sync.require_whole()
+        if is_hooked(self):
+            raise RuntimeError(
+                f"a {type(self).__name__} was parallelized by transformers (tp_plan, DistributedConfig), which cannot "
+                "shard packed weights; give every rank a whole rollout"
+            )
 
     def load_packed(self, name: str, q: NVFP4Tensor) -> None:
         """Replace the codes and scales of weight ``name`` in place: every buffer keeps its address.
@@ -280,7 +290,7 @@ class ResidualCompensatedLinear(PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""
-        self.sync.require_whole()
+        self.require_usable()
         if self.record is not None:
             self.record(self, "weight", None, x)
         return projection(
@@ -330,7 +340,7 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""
-        self.sync.require_whole()
+        self.require_usable()
         packed = {name: self.packed(name) for name in self.layout.parameters}
         hidden_states = args[0] if args else kwargs["hidden_states"]
         if self.record is not None:

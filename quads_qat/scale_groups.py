@@ -91,6 +91,18 @@ ZERO3 = (
 )
 
 
+HOOKED = (
+    "was parallelized by transformers (tp_plan, ep_plan, DistributedConfig), whose hooks hand it its shard as if it "
+    "were the whole weight, so that every rank would make a scale of its own; shard the converted model with PyTorch's "
+    "parallelize_module or distribute_tensor (docs/trainers.md)"
+)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether transformers has put the hooks of its tensor or expert parallelism on ``module``; it leaves this mark."""
+    return getattr(module, "_is_hooked", False)
+
+
 def is_zero3(weight: Tensor) -> bool:
     """Whether DeepSpeed's stage 3 owns ``weight``; it gives parameters ids of its own."""
     return hasattr(weight, "ds_id")
@@ -117,7 +129,8 @@ class ScaleGroup:
 
         Raises:
             RuntimeError: a member is sharded while another is whole: they sit in different FSDP units; or DeepSpeed
-                shards parameters (ZeRO-3); or a weight is no parameter any more (a parametrization).
+                shards parameters (ZeRO-3); or a weight is no parameter any more (a parametrization); or transformers
+                has parallelized a member's module.
         """
         for module, parameter, name in self.members:
             if parameter not in module._parameters:
@@ -127,6 +140,8 @@ class ScaleGroup:
                     "adapters with quads_qat.integrations.peft (lora_config, quantize_merged), shard with FSDP2, or "
                     "exclude the module from quantization"
                 )
+            if is_hooked(module):
+                raise RuntimeError(f"{name} {HOOKED}")
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
         if is_zero3(weights[0]):
             raise RuntimeError(f"{self.members[0][2]} {ZERO3}")

@@ -30,6 +30,7 @@ from rank_tensor_parallel import (
     cut_blocks,
     fsdp2_with_tensor_parallel,
     held_scales_with_tensor_parallel,
+    hooks_of_transformers,
     siblings_cut_in_other_ways,
     tensor_parallel,
 )
@@ -43,6 +44,7 @@ TWO_RANKS = {
     "tensor parallel": tensor_parallel,
     "siblings cut in other ways": siblings_cut_in_other_ways,
     "cut blocks": cut_blocks,
+    "hooks of transformers": hooks_of_transformers,
     "an expert without tokens": expert_without_tokens,
     "expert parallel": expert_parallel,
     "observed activations": observed_activations,

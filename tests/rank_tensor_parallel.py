@@ -90,6 +90,37 @@ def cut_blocks(rank: int, world: int) -> None:
             qq.step(moe, track_codes=True)
 
 
+def hooks_of_transformers(rank: int, world: int) -> None:
+    """Applied after ``convert``, they hand a module its shard as if it were the whole weight: refused by name."""
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:  # an older transformers, whose hooks go with shards that are no parameters
+        return
+    plan = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts": "moe_tp_experts"}
+    attention = {"layers.*.self_attn.o_proj": "rowwise"}
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("tp",))
+    ids = torch.arange(3, 15, device=DEVICE)[None]
+    for styles, where in ((plan, "mlp.experts.gate_up_proj"), (attention, "self_attn.o_proj.weight")):
+        model = qq.convert(tiny_model("qwen3_moe").to(DEVICE), "w4a16")
+        spread = {
+            f"model.{name.replace('*', str(i))}{end}": style
+            for name, style in styles.items()
+            for i in range(2)
+            for end in (["", ".weight"] if style == "rowwise" else [""])
+        }
+        apply_tensor_parallelism(model, mesh, spread)
+        message = rf"^model\.layers\.0\.{where} was parallelized by transformers .*; .*parallelize_module"
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message):
+                model(ids)
+        with pytest.raises(RuntimeError, match=message):
+            qq.step(model, track_codes=True)
+    packed = qq.convert(tiny_model("qwen3_moe").to(DEVICE), "w4a4_residual")
+    apply_tensor_parallelism(packed, mesh, {"model.layers.0.self_attn.o_proj": "rowwise"})
+    with pytest.raises(RuntimeError, match=r"^a ResidualCompensatedLinear was parallelized by transformers"):
+        packed(ids)
+
+
 def fsdp2_with_tensor_parallel(rank: int, world: int) -> None:
     expected, model = mlp(), mlp()
     mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("dp", "tp"))
