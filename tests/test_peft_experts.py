@@ -400,10 +400,15 @@ def test_disabled_adapters_are_the_base_policy_also_while_codes_are_kept(dispatc
         with model.disable_adapter():
             assert_same_bits(logits(model), expected)
         assert_same_bits(logits(model), adapted)
-    model.merge_adapter()
-    with model.disable_adapter():  # as PEFT does, this unmerges
-        assert_same_bits(logits(model), expected)
-    assert_same_bits(logits(model), adapted)
+    for exported in (False, True):
+        model.merge_adapter()
+        with model.disable_adapter():  # as in PEFT, this unmerges
+            if exported:
+                with merged(model) as plain:
+                    dict(qq.export_weights(plain, "modelopt"))
+                    assert_same_bits(logits(plain), expected)
+            assert_same_bits(logits(model), expected)
+        assert_same_bits(logits(model), adapted)
     assert_same_bits(logits(model.unload()), expected)
 
 

@@ -153,7 +153,8 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
     """Inside this context the converted base model stands alone, adapters merged: to export, sync and verify.
 
     Afterwards adapters and base weights are what they were, bit for bit. Costs one copy of the adapted weights on
-    their device (of fused experts, that is most of the model). The PEFT model itself must not run inside it.
+    their device (of fused experts, that is most of the model). The PEFT model itself must not run inside it. Adapters
+    that are disabled (``model.disable_adapter()``) are left out, as in a forward.
 
     Yields:
         the base model, converted.
@@ -181,7 +182,10 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
     ours: list[QuantizedLora] = []
     try:
         for _, _, layer in places:
-            if not layer.merged:
+            if layer.disable_adapters:
+                if layer.merged:
+                    layer.unmerge()
+            elif not layer.merged:
                 ours.append(layer)
                 layer.merge()
         for parent, leaf, layer in places:  # layers of several parameters of one module are nested
