@@ -33,6 +33,7 @@ from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,
     export_metadata,
+    kept_in_fp32,
     own_scales,
     prepare,
     rank,
@@ -156,6 +157,16 @@ def plan_checkpoint(
         _require_expected(reader, model, disk)
     require_tensors(reader, model, {disk.source for disk in (*usual.weights, *plan.weights)})
     return model, conversion, plan
+
+
+def casts_of(reader: checkpoint_io.Reader, model: nn.Module, conversion: Conversion) -> dict[str, torch.dtype]:
+    """Tensors of a checkpoint -> what an export of the loaded model casts them to: all of one in fp32 throughout."""
+    dtypes = {name: reader.entry(name).dtype for name in reader.names()}
+    if {dtype for dtype in dtypes.values() if dtype.is_floating_point} != {torch.float32}:
+        return {}
+    cast = next(iter(conversion.weights.values())).format.export_dtype
+    kept = kept_in_fp32(model, cast)
+    return {n: cast for n, dtype in dtypes.items() if dtype == torch.float32 and not any(part in n for part in kept)}
 
 
 def _require_expected(reader: checkpoint_io.Reader, model: nn.Module, disk: DiskWeight) -> None:

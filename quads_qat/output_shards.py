@@ -62,17 +62,19 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def copied(reader: Reader, name: str, *, look: bool = False) -> Unit:
-    """A tensor as it is in the source. ``look``: whether it holds NaN or inf."""
+def copied(reader: Reader, name: str, *, look: bool = False, cast: torch.dtype | None = None) -> Unit:
+    """A tensor as it is in the source, or ``cast``. ``look``: whether it holds NaN or inf."""
     entry, not_finite = reader.entry(name), set[str]()
+    dtype = cast or entry.dtype
 
     def make() -> Iterator[Piece]:
         for at, piece in reader.pieces(name):
-            if look and not is_finite(piece.view(entry.dtype)):
+            part = piece.view(entry.dtype).to(dtype)
+            if look and not is_finite(part):
                 not_finite.add(name)
-            yield name, at, piece
+            yield name, at // entry.dtype.itemsize * dtype.itemsize, part.view(torch.uint8)
 
-    return Unit({name: (entry.dtype, entry.shape)}, entry.nbytes, make, not_finite)
+    return Unit({name: (dtype, entry.shape)}, entry.nbytes, make, not_finite)
 
 
 @dataclass(frozen=True, eq=False)

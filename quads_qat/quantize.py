@@ -22,6 +22,7 @@ from quads_qat.activation_scales import calibration_data, observed_amaxes, recor
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
 from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
 from quads_qat.export import (
+    casts_of,
     configs,
     contract_of_export,
     ignored_modules,
@@ -59,9 +60,10 @@ def quantize_checkpoint(
 ) -> bool:
     """Quantize a BF16 checkpoint directory into an NVFP4 one, without building the model.
 
-    Quantized weights are the bytes that loading, converting and exporting the model gives; everything else is copied as
-    it is, with tokenizer, generation config, chat templates and custom code. The dtype in config.json is the
-    one that the weights decode to: bf16 for a source in fp32. After a kill, the same call continues: shards that were
+    Quantized weights are the bytes that loading, converting and exporting the model gives. Everything else is copied as
+    it is, with tokenizer, generation config, chat templates and custom code; of a source that is in fp32 throughout it
+    is cast as an export casts it, to bf16, unless the architecture keeps it in fp32. The dtype in config.json is the
+    one that the weights decode to, and are cast to. After a kill, the same call continues: shards that were
     finished are verified by their SHA-256 and kept. When all is there, it changes nothing.
 
     Args:
@@ -115,7 +117,8 @@ def quantize_checkpoint(
     contract = contract_of_export(conversion, kind, residual, activation_scale)
     engine_limits.warn(reader.config, dialect, quantized, weights_only=kind == "none", stacklevel=2)
 
-    work = _Work(reader, plan, recipe, dialect, scales, device, weights_only=kind == "none")
+    casts = casts_of(reader, model, conversion)
+    work = _Work(reader, plan, recipe, dialect, scales, casts, device, weights_only=kind == "none")
     ignored = ignored_modules({name: len(reader.shape(name)) for name in work.rest}, plan, model, dialect)
     job = {"command": "quantize", "recipe": recipe.value, "dialect": dialect.value, **selection}
     job |= {"activations": digest([text, scales]), "rollout": contract.to_json()["rollout"]}
@@ -178,6 +181,7 @@ class _Work:
     recipe: Recipe
     dialect: Dialect
     scales: dict[str, Tensor]
+    casts: dict[str, torch.dtype]
     device: torch.device
     weights_only: bool
 
@@ -204,15 +208,16 @@ class _Work:
                     layout = extra[name].dtype, tuple(extra[name].shape)
                     yield Unit({name: layout}, 0, partial(_whole, name, partial(extra.__getitem__, name)))
                 elif name not in groups and name not in biases:
-                    yield copied(self.reader, name, look=True)
+                    yield copied(self.reader, name, look=True, cast=self.casts.get(name))
 
     def _of_bias(self, bias: SplitBias) -> Unit:
-        dtype, shape = self.reader.entry(bias.source).dtype, self.reader.shape(bias.source)
+        entry = self.reader.entry(bias.source)
+        dtype, shape = self.casts.get(bias.source, entry.dtype), entry.shape
         rows = range(shape[-1])[bias.rows or slice(None)]
         layout, found = (dtype, (len(rows),)), set[str]()
 
         def make() -> Iterator[tuple[str, int, Tensor]]:
-            part = bias.of_source(self.reader.get(bias.source))
+            part = bias.of_source(self.reader.get(bias.source)).to(dtype)
             if not is_finite(part):
                 found.add(bias.source)
             yield bias.name, 0, part

@@ -19,7 +19,7 @@ from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, conversion_of, require_same_modules, require_unwrapped
 from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
-from quads_qat.export import plan_checkpoint, scale_groups_on_disk
+from quads_qat.export import casts_of, plan_checkpoint, scale_groups_on_disk
 from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
@@ -239,7 +239,10 @@ def verify_checkpoint(
         _require_recipe(checkpoint, Recipe(recipe))
         checkpoint.recipe = Recipe(recipe)
     reader = checkpoint_io.Reader(source)
-    model, _, _ = plan_checkpoint(reader, checkpoint.dialect, checkpoint.recipe, trust_remote_code=trust_remote_code)
+    model, conversion, _ = plan_checkpoint(
+        reader, checkpoint.dialect, checkpoint.recipe, trust_remote_code=trust_remote_code
+    )
+    casts = casts_of(reader, model, conversion)
     plan = with_stacks_of(reader, checkpoint.plan(model)[1])
     report = Report(reference="source")
     for group in scale_groups_on_disk(plan):
@@ -253,10 +256,11 @@ def verify_checkpoint(
     expected_names = {name for disk in plan.weights for name in tensors_of(checkpoint, disk.name)}
     in_high_precision = {bias.source for bias in plan.biases} | {disk.source for disk in plan.weights}
     for bias in plan.biases:
-        _compare(report, checkpoint.reader, bias.name, bias.of_source(reader.get(bias.source)))
+        whole_bias = _as_copied(reader.get(bias.source), checkpoint, bias.name, casts.get(bias.source))
+        _compare(report, checkpoint.reader, bias.name, bias.of_source(whole_bias))
         expected_names.add(bias.name)
     for name in (n for n in reader.names() if n not in in_high_precision):
-        _compare(report, checkpoint.reader, name, reader.get(name))
+        _compare(report, checkpoint.reader, name, _as_copied(reader.get(name), checkpoint, name, casts.get(name)))
         expected_names.add(name)
     for name in checkpoint.reader.names():
         if name not in expected_names and not name.endswith(CACHE_SCALES):
@@ -270,6 +274,15 @@ def verify_checkpoint(
         report.differences["config.json: architectures"] = f"{listed[0]!r} against {listed[1]!r}"
     _compare_files(report, checkpoint)
     return report
+
+
+def _as_copied(tensor: Tensor, checkpoint: Checkpoint, name: str, cast: torch.dtype | None) -> Tensor:
+    """A tensor of the source as the checkpoint must hold it: in fp32 throughout, others leave what is not quantized."""
+    if cast is None or (
+        checkpoint.foreign and name in checkpoint.reader and checkpoint.reader.entry(name).dtype != cast
+    ):
+        return tensor
+    return tensor.to(cast)
 
 
 def _require_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:

@@ -296,14 +296,19 @@ def rest_in_memory(root: nn.Module, conversion: Conversion) -> dict[str, tuple[T
     state = root.state_dict()
     masters = all(p.dtype == torch.float32 for p in root.parameters() if p.is_floating_point())
     cast = next(iter(conversion.weights.values())).format.export_dtype
-    declared = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if cast == torch.float16 else [])]
-    kept = tuple(name for attribute in declared for name in getattr(root, attribute, None) or ())
+    kept = kept_in_fp32(root, cast)
     rest = {}
     for name in names.state_dict_names(root):
         if name not in conversion.weights:
             is_master = masters and state[name].dtype == torch.float32 and not any(k in name for k in kept)
             rest[name] = state[name], cast if is_master else state[name].dtype
     return rest
+
+
+def kept_in_fp32(root: nn.Module, cast: torch.dtype) -> tuple[str, ...]:
+    """Parts of the names of what the architecture keeps in fp32 where the rest is cast to ``cast``."""
+    declared = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if cast == torch.float16 else [])]
+    return tuple(name for attribute in declared for name in getattr(root, attribute, None) or ())
 
 
 def _rest_of_layer(

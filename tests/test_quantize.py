@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from by_hand import CHECKPOINTS, config, rewritten, tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import quads_qat as qq
 from quads_qat import Dialect, checkpoint_io
@@ -484,6 +485,38 @@ def test_mixed_dtypes_are_cast_as_loading_casts_them(tmp_path: Path) -> None:
     assert qq.verify(model, tmp_path / "files").ok
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_is_not_quantized_of_a_source_in_fp32_is_cast_as_an_export_casts_it(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece; unless the architecture keeps it in fp32, or the source is of several dtypes."""
+    torch.manual_seed(0)
+    stored = {name: torch.randn(tensor.shape) for name, tensor in tensors(SOURCE).items()}
+    source = rewritten(SOURCE, tmp_path / "source", stored)
+    monkeypatch.setattr("quads_qat.safetensors_file._PIECE", 64)
+    monkeypatch.setattr(PreTrainedModel, "_keep_in_fp32_modules_strict", {"mlp.gate"})
+    qq.quantize_checkpoint(source, tmp_path / "out", workers=workers)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items() if name in stored)
+    trainer = qq.convert(model, "w4a16")
+    qq.export_checkpoint(trainer, tmp_path / "exported", dialect="modelopt", source=source)
+    ours, expected = tensors(tmp_path / "out"), tensors(tmp_path / "exported")
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(ours[name], tensor, name)
+    assert {ours[f"model.layers.1.{n}.weight"].dtype for n in ("mlp.gate", "input_layernorm")} == {
+        torch.float32,
+        torch.bfloat16,
+    }
+    assert qq.verify(trainer, tmp_path / "out").ok
+    assert qq.verify_checkpoint(source, tmp_path / "out").ok
+    stored["model.norm.weight"] = stored["model.norm.weight"].bfloat16()
+    mixed = rewritten(SOURCE, tmp_path / "mixed", stored)
+    qq.quantize_checkpoint(mixed, tmp_path / "copied")
+    assert_same_bits(tensors(tmp_path / "copied")["lm_head.weight"], stored["lm_head.weight"])
+    assert qq.verify_checkpoint(mixed, tmp_path / "copied").ok
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @dialects
 def test_a_source_in_fp32_announces_what_its_weights_decode_to(dialect: Dialect, key: str, tmp_path: Path) -> None:
@@ -501,6 +534,8 @@ def test_a_source_in_fp32_announces_what_its_weights_decode_to(dialect: Dialect,
     assert not qq.quantize_checkpoint(source, out, dialect=dialect)  # its record has no quarrel with that
     trainer = qq.convert(AutoModelForCausalLM.from_pretrained(source), "w4a16")
     qq.export_checkpoint(trainer, tmp_path / "exported", dialect=dialect)
+    assert not qq.diff(out, tmp_path / "exported")  # what is not quantized is cast as well
+    assert qq.verify(trainer, out).ok
     ids = torch.arange(12)[None]
     with qq.patch_transformers(), torch.no_grad():
         loaded, expected = (AutoModelForCausalLM.from_pretrained(path) for path in (out, tmp_path / "exported"))
