@@ -363,6 +363,17 @@ def test_checkpoints_that_peers_wrote(fixture: str, recipe: Recipe) -> None:
         assert report.differences
 
 
+def test_of_a_source_in_fp32_others_cast_or_copy_what_is_not_quantized(tmp_path: Path):
+    source, path = CHECKPOINTS / "bf16" / "qwen3", CHECKPOINTS / "modelopt" / "qwen3-nvfp4"
+    wide = rewritten(source, tmp_path / "wide", {n: t.float() for n, t in tensors(source).items()})
+    norm = "model.layers.1.input_layernorm.weight"
+    copied = rewritten(path, tmp_path / "copied", {norm: tensors(source)[norm].float()})
+    for other in (path, copied):
+        assert qq.verify_checkpoint(wide, other, recipe="modelopt-ieee").ok
+    wrong = rewritten(path, tmp_path / "wrong", {norm: tensors(source)[norm] * 2})
+    assert list(qq.verify_checkpoint(wide, wrong, recipe="modelopt-ieee").differences) == [norm]
+
+
 # Two checkpoints.
 
 
