@@ -39,6 +39,14 @@ def _as(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _finished(acc, ASSEMBLY: tl.constexpr):
+    """``acc``, of a ``wgmma`` that is over: the next decoded weights go into the registers that it reads."""
+    if ASSEMBLY:
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, False, 1)
+    return acc
+
+
+@triton.jit
 def _store_tile(y_ptr, tile, row, column, mask, n, scale, bias_ptr, BIAS: tl.constexpr):
     """Scale a tile [N, M], add the bias in fp32, round once, store it into y [M, N]."""
     tile = tile * scale
@@ -256,7 +264,8 @@ def wide_kernel(
         acc = tl.dot(w, tl.trans(_as(x, DTYPE)), acc)
         if TERMS == 2 and not STACKED:
             x2 = tl.load(x_ptr + term_stride + 16 * t + x_offs, mask, 0.0)
-            acc2 = tl.dot(w, tl.trans(_as(x2, DTYPE)), acc2)
+            acc2 = _finished(tl.dot(w, tl.trans(_as(x2, DTYPE)), acc2), ASSEMBLY)
+        acc = _finished(acc, ASSEMBLY)
     if ROW_SCALE:
         term_row = (column // HEIGHT) * m + x_row
         acc *= tl.load(row_scale_ptr + term_row, x_row < end, 0.0)[None, :]
