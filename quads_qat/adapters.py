@@ -268,6 +268,7 @@ class _MergedGroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             used = _used_again(ctx, weight, amax, factors, x.dtype, grad)
             grad_x = autograd.grouped_mm(grad, used.transpose(-2, -1) if ctx.fmt.transposed else used, offs)
+            del used  # before the stack's gradient is there
         if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[6:]):
             left, right = (x, grad) if ctx.fmt.transposed else (grad, x)
             grad_weight = autograd.grouped_mm(left.transpose(-2, -1), right, offs).to(weight.dtype)

@@ -66,7 +66,7 @@ class QuantizedLora(_Mixin):
 
     def _attach(self) -> None:
         """Have the base layer and its scale groups see merged weights."""
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         if base.activation_format is not None:
             raise ValueError(
                 f"{type(self).__qualname__}: adapters need a trainer in mode 'w4a16', got 'w4a4'; convert the model to "
@@ -75,17 +75,12 @@ class QuantizedLora(_Mixin):
         base.__dict__.setdefault("adapted", {})[self.parameter_name] = Adapted(self.factors)
 
     def _detach(self) -> None:
-        adapted = self.get_base_layer().__dict__.get("adapted", {})
-        adapted.pop(self.parameter_name, None)
+        self.get_base_layer().__dict__.get("adapted", {}).pop(self.parameter_name, None)
         self._unmerged = None
-
-    def get_base_layer(self) -> Any:
-        """The converted module."""
-        return super().get_base_layer()
 
     def get_param(self) -> nn.Parameter:
         """The base weight, [N, K] or a stack of experts."""
-        return self.get_base_layer()._parameters[self.parameter_name]
+        return self.get_base_layer()._parameters[self.parameter_name]  # pyright: ignore[reportReturnType]
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
         """Add an adapter; refuses what cannot be merged before quantizing."""
