@@ -190,12 +190,18 @@ def test_static_activation_scales_come_with_the_weights():
         assert_same_bits(model.model.layers[1].mlp.experts.down_proj_input_amax, value)
         assert model.model.layers[1].mlp.experts.down_proj_input_amax.data_ptr() == address
         some = [(n, t) for n, t in stream if not n.startswith(f"{EXPERT}.up_proj.input")]
-        with pytest.raises(ValueError, match=r"activation scales of .*layers\.1.*gate_up_proj came in part"):
-            qq.update_weights(model, some)
+        for stream_of in (iter, list):
+            with pytest.raises(ValueError, match=r"activation scales of .*layers\.1.*gate_up_proj came in part"):
+                qq.update_weights(model, stream_of(some))
         one = "model.layers.0.self_attn.q_proj"
         some = [(n, t) for n, t in stream if not n.startswith(f"{one}.input")]
-        with pytest.raises(ValueError, match=rf"came for some weights, but not for {one}\.weight and 0 more"):
+        for stream_of in (iter, list):
+            with pytest.raises(ValueError, match=rf"came for some weights, but not for {one}\.weight and 0 more"):
+                qq.update_weights(model, stream_of(some))
+        qq.update_weights(model, stream)
+        with pytest.raises(ValueError, match=r"and 0 more; send all or none of them; nothing was changed$"):
             qq.update_weights(model, some)
+        assert_same_bits(logits(model), expected)
         name = next(n for n, _ in stream if "input" in n and "scale" in n)
         with pytest.raises(ValueError, match=r"input_.*scale must be one finite number > 0, got .nan"):
             qq.update_weights(model, change(stream, name, poke(float("nan"))))
