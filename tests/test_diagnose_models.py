@@ -400,9 +400,9 @@ def test_refusals():
 def test_a_rollout_after_a_failed_sync_is_refused():
     trainer = converted(tiny_model("qwen3"), "w4a16")
     rollout = rolled_out(trainer)
-    half = dict(list(qq.export_weights(trainer, "modelopt"))[:-3])
+    half = list(qq.export_weights(trainer, "modelopt"))[:-3]
     with pytest.raises(ValueError, match="missing"):
-        qq.update_weights(rollout, half)
+        qq.update_weights(rollout, iter(half))
     with pytest.raises(ValueError, match="diagnose: the rollout is unusable: "):
         qq.diagnose(trainer, rollout, ids_for(trainer))
 

@@ -301,7 +301,7 @@ def test_other_names_are_named():
 def test_a_sync_that_failed_is_named():
     rollout = copy.deepcopy(_rollout())
     with pytest.raises(ValueError, match="missing"):
-        qq.update_weights(rollout, [])
+        qq.update_weights(rollout, iter([]))
     report = check(rollout=rollout, input_ids=None, logp_rollout=None)
     assert report.failed == ["weights"]
     assert "the last weight sync of this rollout failed" in found(report, "weights")
