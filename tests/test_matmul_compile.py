@@ -16,13 +16,15 @@ import pytest
 if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
+import sass
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from quads_qat.kernels.grouped_matmul import configuration as grouped_configuration
 from quads_qat.kernels.hopper import Hopper, options_of
-from quads_qat.kernels.matmul import Narrow, Wide, _options
+from quads_qat.kernels.matmul import Narrow, Wide, _options, configuration
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 from quads_qat.kernels.native_matmul import native_kernel
 
@@ -30,28 +32,45 @@ OPERANDS = "*bf16 *bf16 *i32 *u8 *fp32 *fp32 *bf16 *i32 *bf16"
 LAUNCH = ("num_stages", "num_warps", "launch_pdl", "maxnreg")
 
 
-def compiled(kernel: Any, types: str, options: dict[str, Any], architecture: int) -> dict[str, Any]:
-    """The stages of a kernel whose pointers and sizes are multiples of 16."""
+def compiled(
+    kernel: Any, types: str, options: dict[str, Any], architecture: int, unaligned: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The stages of a kernel whose pointers and sizes are multiples of 16, but for those named."""
     constants = {name: value for name, value in options.items() if name not in LAUNCH}
     left = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(left) for name in kernel.arg_names}
     assert next(left, None) is None
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-    aligned = {place[name]: [["tt.divisibility", 16]] for name in signature if name not in constants and name != "m"}
+    given = [name for name in signature if name not in (*constants, *unaligned, "m")]
+    aligned = {place[name]: [["tt.divisibility", 16]] for name in given}
     source = ASTSource(kernel, signature, {place[name]: value for name, value in constants.items()}, aligned)
     launch = {name: options[name] for name in LAUNCH if options.get(name) is not None}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch).asm
 
 
-def narrow(tiles: Narrow, architecture: int = 90, terms: int = 1, groups: int = 0, **extra: Any) -> dict[str, Any]:
+def narrow(
+    tiles: Narrow,
+    architecture: int = 90,
+    terms: int = 1,
+    groups: int = 0,
+    unaligned: tuple[str, ...] = (),
+    **extra: Any,
+) -> dict[str, Any]:
     options = _options(tiles, terms, groups, False, False, False, True, architecture >= 90)
-    options = options | {"ONE_ROW": False, "EVEN": True} | extra
-    return compiled(narrow_kernel, f"{OPERANDS} i32 i32 i32 i32 i32", options, architecture)
+    options = options | {"ONE_ROW": False, "EVEN": True, "RUNS": True} | extra
+    return compiled(narrow_kernel, f"{OPERANDS} i32 i32 i32 i32 i32", options, architecture, unaligned)
 
 
-def wide(tiles: Wide, architecture: int = 90, terms: int = 1, groups: int = 0, **extra: Any) -> dict[str, Any]:
+def wide(
+    tiles: Wide,
+    architecture: int = 90,
+    terms: int = 1,
+    groups: int = 0,
+    unaligned: tuple[str, ...] = (),
+    **extra: Any,
+) -> dict[str, Any]:
     options = _options(tiles, terms, groups, False, False, False, True, architecture >= 90) | {"EVEN": True} | extra
-    return compiled(wide_kernel, f"{OPERANDS} *fp32 *i32 i32 i32 i32 i32 i32 i32", options, architecture)
+    return compiled(wide_kernel, f"{OPERANDS} *fp32 *i32 i32 i32 i32 i32 i32 i32", options, architecture, unaligned)
 
 
 def hopper(tiles: Hopper, terms: int = 1, groups: int = 0) -> dict[str, Any]:
@@ -133,6 +152,43 @@ def test_more_rows_use_wgmma_on_weights_in_registers():
     assert asm["ptx"].count("wgmma.mma_async") >= 8
     assert re.search(r"warp_group_dot %\w+, .*dot_op<\{opIdx = 0", loop), "the weights are in registers"
     assert "shfl.sync" not in asm["ptx"], "a decoded tile changes its layout"
+
+
+IN_USE = [
+    *((configuration(m, 8192, 8192, 1, 132, False), 1, 0) for m in (16, 32, 64, 128, 256)),
+    *((configuration(m, 8192, 8192, 2, 132, True), 2, 0) for m in (8, 32, 128)),
+    *((grouped_configuration(m, 1536, 2048, 128, 1, False), 1, 128) for m in (1024, 2048, 4096)),
+    (Wide(256, 128, 4, 8, 4, 2), 1, 0),  # was wrong in one launch of fifty
+]
+
+
+@pytest.mark.parametrize(("tiles", "terms", "groups"), IN_USE, ids=str)
+def test_no_register_is_written_that_a_multiplication_in_flight_reads(tiles: Wide, terms: int, groups: int):
+    """Nothing else waits for it: where a tensor core is late, it multiplies by weights of the next step."""
+    assert isinstance(tiles, Wide)
+    bodies = sass.loops(sass.instructions(wide(tiles, terms=terms, groups=groups)["cubin"]))
+    assert len(bodies) == 1
+    assert sass.overwritten(bodies[0]) == []
+
+
+def test_a_register_that_is_written_too_early_is_found():
+    group = [("HGMMA.64x16x16.F32.BF16", "R24, R40, gdesc[UR4], R24, gsb0")]
+    for left, wrong in (("0x0", 0), ("0x1", 3)):
+        body = [*group, ("WARPGROUP.DEPBAR.LE", f"gsb0, {left}"), ("LDS.64", "R42, [R9]")]
+        assert len(sass.overwritten(body)) == wrong
+    assert sass.overwritten([*group, ("LDS.64", "R44, [R9]"), ("STS", "R40, R41")]) == []
+
+
+@pytest.mark.parametrize("kernel", ["narrow", "wide"])
+def test_rows_of_block_scales_that_end_anywhere_are_copied_asynchronously(kernel: str):
+    """K = 2880: 180 block scales a row are no multiple of 16."""
+    if kernel == "narrow":
+        asm = narrow(Narrow(32, 8, 16, 1, 2), EVEN=False, unaligned=("blocks",))
+    else:
+        asm = wide(Wide(64, 16, 16, 4, 3, 1), EVEN=False, unaligned=("blocks",))
+    loop = hot_loop(asm)
+    assert loop.count("async_copy_global_to_local") == 3
+    assert "tt.load" not in loop
 
 
 @pytest.mark.parametrize("architecture", [100, 120])

@@ -268,6 +268,19 @@ def test_assembly_and_plain_operations_give_the_same_bits():
         assert_same_bits(run(x, q, assembly=False), run(x, q))
 
 
+@pytest.mark.skipif(not GPU, reason="a race needs a GPU")
+@pytest.mark.parametrize("shape", [(2048, 4096), (8192, 8192)], ids=str)
+def test_thousands_of_launches_give_the_same_bits(shape: tuple[int, int]):
+    """What a multiplication reads may be late by chance: one launch in fifty was wrong, with tiles that none chose."""
+    q = weight(*shape)
+    for m, tiles in ((256, Wide(256, 128, 4, 8, 4, 2)), (256, None), (128, None), (64, None), (16, None)):
+        x = noise(1, m, shape[1])
+        wanted, wrong = run(x, q, config=tiles), torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for _ in range(2000):
+            wrong += (run(x, q, config=tiles) != wanted).any()
+        assert int(wrong) == 0, f"{m} rows, {tiles}"
+
+
 @pytest.mark.skipif(not GPU, reason="needs CUDA graphs")
 def test_graphs_and_streams_share_no_counters():
     q, xs = weight(2048, 4096), [noise(1, 48, 4096, seed=i) for i in range(4)]

@@ -36,13 +36,12 @@ def configuration(
     if mean >= MOST_MEAN_ROWS and not ordered:
         return None
     columns = terms * mean
-    even = k % 256 == 0
-    if not ordered and (k % RUN or columns <= (4 if even or terms == 1 else 0)):
+    if not ordered and (k % RUN or columns <= 4):
         return _narrow(m, k, experts, terms, columns)
     stacked = terms == 2
     if columns <= 8:
-        return Wide(128, 16, 8, 4, 2, 1, stacked) if k < 1024 else Wide(64, 16, 16, 4, 3, 1, stacked)
-    return Wide(128, 32 if columns <= 16 else 64 if columns <= 64 else 128, 8, 8, 3, 1, stacked)
+        return Wide(128, 16, 8, 4, 3, 1, stacked) if k < 1024 else Wide(64, 16, 16, 4, 3, 1, stacked)
+    return Wide(128, 32, 8, 4, 3, 1, stacked) if columns <= 16 else Wide(128, 64, 8, 8, 3, 1, stacked)
 
 
 def _narrow(m: int, k: int, experts: int, terms: int, columns: int) -> Narrow:

@@ -140,19 +140,20 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     columns = max(16, triton.next_power_of_2(2 * m if stacked else m))
     columns = min(columns, 256 if terms == 1 else 128)
     accumulated = columns if stacked else columns * terms
-    rows, warps = 128, 8
-    if columns == 16 or (n < 4096 and columns <= 128) or (n < 8192 and k <= 4096 and columns <= 64):
-        rows, warps = 64, 4
-    elif n > 16384 and accumulated in (64, 128):
-        rows, warps = 256, accumulated // 8
-    elif accumulated == 32 and (stacked or n > 16384):
-        warps = 4
-    blocks = 16 if accumulated <= 64 else 8
-    tiles = tiles_of(n, rows) * tiles_of(2 * m if stacked else m, columns)
+    small, large = n < 4096 or (n < 8192 and k <= 4096), n > 16384
+    rows, blocks, warps, programs = 128, 8, 8, 1  # programs a multiprocessor, by which K is split
     if columns == 16:
-        splits = 4 if tiles <= processors else 2
-    else:  # two programs a multiprocessor where they are small
-        splits = (2 if (rows, warps, stacked) == (128, 4, True) else 1) * processors // tiles
+        rows, blocks, warps = 64, 16, 4
+    elif small and accumulated <= 128:
+        rows, blocks, warps = 64, 16 if accumulated <= 64 else 8, 4
+    elif accumulated == 32:
+        blocks, warps, programs = 16, 4 if stacked or large else 8, 2 if stacked else 1
+    elif accumulated == 64 and (stacked or large):
+        programs = 2
+    elif accumulated <= 128:
+        rows, warps, programs = 64, 4, 2
+    tiles = tiles_of(n, rows) * tiles_of(2 * m if stacked else m, columns)
+    splits = (4 if tiles <= processors else 2) if columns == 16 else programs * processors // tiles
     splits = min(splits, tiles_of(k // 16, blocks))
     return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
@@ -342,6 +343,7 @@ def launch(
             x.stride(0),
             ONE_ROW=config.one_row,
             EVEN=n % config.rows == 0 and blocks % (config.blocks * config.slices) == 0,
+            RUNS=blocks % 4 == 0,
             **options,
         )
         return

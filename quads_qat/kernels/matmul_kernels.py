@@ -81,6 +81,7 @@ def narrow_kernel(
     TERMS: tl.constexpr,
     ONE_ROW: tl.constexpr,
     EVEN: tl.constexpr,
+    RUNS: tl.constexpr,
     GROUPS: tl.constexpr,
     SCALE_PER_GROUP: tl.constexpr,
     ROW_SCALE: tl.constexpr,
@@ -91,9 +92,11 @@ def narrow_kernel(
 ):
     """ROWS of W, all of K: SLICES warps, each BLOCKS blocks a step. COLUMNS = TERMS * rows of x, term after term.
 
-    ONE_ROW: one row of one term fills all columns; by groups, no search for the tiles before it.
+    ONE_ROW: one row of one term fills all columns; by groups, no search for the tiles before it. RUNS: of 64, fill K.
     """
     HALF: tl.constexpr = COLUMNS // TERMS
+    if RUNS:
+        blocks = blocks // 4 * 4  # is itself; the compiler sees that rows can be copied by words
     term_stride = stride_between(x_ptr, second_ptr)
     STEP: tl.constexpr = SLICES * BLOCKS
     weight_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -208,6 +211,7 @@ def wide_kernel(
     Two terms are STACKED, half of the columns each, or have a tile of x and an accumulator each.
     """
     HEIGHT: tl.constexpr = COLUMNS // 2 if STACKED else COLUMNS  # rows of y
+    blocks = blocks // 4 * 4  # is itself, K being a multiple of 64; the compiler sees that rows can be copied by words
     term_stride = stride_between(x_ptr, second_ptr)
     if PDL:
         gdc_wait()
