@@ -61,19 +61,18 @@ def _pieces(stack: Tensor) -> list[slice]:
 @torch.library.custom_op("quads_qat::merge_adapters", mutates_args=())
 def _merge(weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scaling: Sequence[float]) -> Tensor:
     """In a graph too this is one call: a compiler that fused the product would change its bits."""
-
-    def merged(weight: Tensor, part: Any) -> Tensor:
-        total = weight.float()
-        for right, left, factor in zip(a, b, scaling, strict=True):
-            total = total + (left[part].float() @ right[part].float()) * factor
-        return total.to(weight.dtype)
-
     with torch.autocast(weight.device.type, enabled=False):  # a merge outside of autocast must give the same
         if weight.ndim == 2:
-            return merged(weight, ...)
+            total = weight.float()
+            for right, left, factor in zip(a, b, scaling, strict=True):
+                total = total + (left.float() @ right.float()) * factor
+            return total.to(weight.dtype)
         out = torch.empty_like(weight)
         for part in _pieces(weight):
-            out[part] = merged(weight[part], part)
+            total = weight[part].to(torch.float32, copy=True)
+            for right, left, factor in zip(a, b, scaling, strict=True):
+                total.baddbmm_(left[part].float(), right[part].float(), alpha=factor)
+            out[part] = total
         return out
 
 
@@ -202,11 +201,16 @@ def _gradients_of_stack(grad: Tensor, factors: Sequence[Factors], needed: Sequen
     """Of a, b, a, b, ...: ``s b.T grad`` and ``s grad a.T`` for each expert, ``grad`` [E, N, K] being the stack's."""
     grads: list[Tensor | None] = [None] * (2 * len(factors))
     for i, (a, b, scaling) in enumerate(factors):
-        if needed[2 * i]:
-            of_a = [b[part].transpose(-2, -1) @ grad[part].to(b.dtype) for part in _pieces(grad)]
+        of_a, of_b = [], []
+        for part in _pieces(grad) if any(needed[2 * i : 2 * i + 2]) else ():
+            piece = grad[part].to(b.dtype)
+            if needed[2 * i]:
+                of_a.append(b[part].transpose(-2, -1) @ piece)
+            if needed[2 * i + 1]:
+                of_b.append(piece.to(a.dtype) @ a[part].transpose(-2, -1))
+        if of_a:
             grads[2 * i] = torch.cat(of_a).to(a.dtype) * scaling
-        if needed[2 * i + 1]:
-            of_b = [grad[part].to(a.dtype) @ a[part].transpose(-2, -1) for part in _pieces(grad)]
+        if of_b:
             grads[2 * i + 1] = torch.cat(of_b).to(b.dtype) * scaling
     return grads
 
