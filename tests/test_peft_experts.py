@@ -602,6 +602,9 @@ def test_other_modes_and_rows_with_adapters_of_their_own_are_refused(tmp_path: P
     qq.export_checkpoint(qq.convert(base_model(), "w4a16"), tmp_path / "packed", dialect="modelopt")
     with pytest.raises(ValueError, match=r"PackedLoraLinear: target_parameters=.*needs a trainer"):
         get_peft_model(qq.load_rollout(tmp_path / "packed", weights_only=True), lora_config(**TARGETS))
+    alone = lora_config(target_modules=[], target_parameters=PARAMETERS)
+    with pytest.raises(ValueError, match="no `target_parameters` found"):  # PEFT's words
+        get_peft_model(qq.load_rollout(tmp_path / "packed", weights_only=True), alone)
 
 
 @DISPATCHES
