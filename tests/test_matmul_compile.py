@@ -169,6 +169,13 @@ def test_no_register_is_written_that_a_multiplication_in_flight_reads(tiles: Wid
     bodies = sass.loops(sass.instructions(wide(tiles, terms=terms, groups=groups)["cubin"]))
     assert len(bodies) == 1
     assert sass.overwritten(bodies[0]) == []
+    order = [opcode for opcode, _ in bodies[0] if opcode.startswith(("WARPGROUP.DEPBAR", "BAR.SYNC", "LDGSTS"))]
+    copies = order[order.index(next(opcode for opcode in order if opcode.startswith("LDGSTS"))) :]
+    assert all(opcode.startswith("LDGSTS") for opcode in copies), "all copies come last"
+    assert order[-len(copies) - 1].startswith("BAR.SYNC"), (
+        "behind a barrier: another warp may still multiply from there"
+    )
+    assert order[-len(copies) - 2].startswith("WARPGROUP.DEPBAR")
 
 
 def test_a_register_that_is_written_too_early_is_found():
