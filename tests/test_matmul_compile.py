@@ -111,6 +111,13 @@ def test_on_hopper_some_warps_decode_while_others_multiply(terms: int):
     assert "ld.shared.v4" in asm["ptx"]
     assert "st.shared.v4" in asm["ptx"], "a word of codes is one store of 16 bytes"
     assert "stmatrix" in asm["ptx"], "tiles of y.T are transposed on the way out"
+    kinds = ("WARPGROUP.DEPBAR", "BAR.SYNC", "SYNCS.ARRIVE")
+    order = [opcode for opcode, _ in sass.instructions(asm["cubin"]) if opcode.startswith(kinds)]
+    waits = [i for i, opcode in enumerate(order) if opcode.startswith("WARPGROUP.DEPBAR")]
+    assert len(waits) == 2
+    for i in waits:  # each warpgroup waits for its own (github.com/triton-lang/triton/issues/11047)
+        assert order[i + 1].startswith("BAR.SYNC"), "a slot is given back before all have multiplied from it"
+        assert order[i + 2].startswith("SYNCS.ARRIVE")
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])

@@ -40,7 +40,10 @@ def _as(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _finished(acc, ASSEMBLY: tl.constexpr):
-    """``acc``, of a ``wgmma`` that is over: the next decoded weights go into the registers that it reads."""
+    """``acc``, of a ``wgmma`` that is over: the next decoded weights go into the registers that it reads.
+
+    Triton itself leaves it in flight then (github.com/triton-lang/triton/issues/9433).
+    """
     if ASSEMBLY:
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, False, 1)
     return acc
