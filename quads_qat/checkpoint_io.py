@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,21 +210,18 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
     """A temporary directory beside ``destination`` that takes its name when the block ends well, and goes otherwise.
 
     A process killed inside the block leaves a directory ``.<name>.*.partial``, never a checkpoint that looks whole; the
-    next call for the same name removes it.
+    next call for the same name on that host removes it, where the file system has locks.
 
     Raises:
         ValueError: ``destination`` is a link or exists and is not an empty directory, or its parent is not there.
     """
     destination = Path(destination)
+    remove_abandoned(destination)
     parent = require_free(destination)
     partial, opened = None, -1
     try:
-        _remove_abandoned(parent, f".{destination.name}.")
-        partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=parent))
+        partial, opened = _locked_directory(parent, f".{destination.name}.")
         partial.chmod(0o755)
-        opened = os.open(partial, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            lock(opened)  # goes with the process, so that others can tell whether it is alive
         yield partial
         for path in partial.rglob("*"):
             sync(path)
@@ -245,15 +241,34 @@ def whole_directory(destination: str | Path) -> Iterator[Path]:
             os.close(opened)
 
 
-_A_MOMENT = 60.0
-"""Seconds in which a new directory is locked."""
+def _locked_directory(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new temporary directory, open and locked: the lock goes with the process, so that others see whether it lives.
+
+    Another process may find it before it is locked, take it for abandoned and remove it; then there is a next one.
+    """
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=parent))
+        opened, mine = -1, True
+        try:
+            opened = os.open(partial, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                mine = lock(opened)
+            if mine and os.path.samestat(os.fstat(opened), partial.stat()):
+                return partial, opened
+        except FileNotFoundError:
+            pass
+        if opened >= 0:
+            os.close(opened)
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove the temporary directories of processes that were killed."""
-    for path in parent.iterdir():
-        named = path.name.startswith(prefix) and path.name.endswith(".partial")
-        if not named or path.is_symlink() or time.time() - path.stat().st_mtime < _A_MOMENT:
+def remove_abandoned(destination: Path) -> None:
+    """Remove the temporary directories of processes that were killed while they made ``destination``."""
+    parent, prefix = destination.absolute().parent, f".{destination.name}."
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # no such directory, say: whoever writes there says so
+        found = [p for p in parent.iterdir() if p.name.startswith(prefix) and p.name.endswith(".partial")]
+    for path in found:
+        if path.is_symlink():
             continue
         with contextlib.suppress(OSError):  # no locks on this file system, another user's: it stays
             opened = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

@@ -223,7 +223,19 @@ def require_space(destination: Path, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(f"{destination}: needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there")
+        raise ValueError(f"{destination}: needs about {_size(needed)}, {_size(free)} are free there; make room")
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit that leaves a digit before the point.
+
+    >>> _size(512), _size(131_072), _size(59_850_000_000)
+    ('512 bytes', '131.1 kB', '59.9 GB')
+    """
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 1000)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
 
 
 def write_shards(destination: Destination, shards: list[Shard], workers: int, progress: Progress) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -432,10 +433,9 @@ def test_a_generation_config_that_cannot_be_read(text: str, files: Path, tmp_pat
             load(tmp_path / "out")
 
 
-def test_what_a_killed_export_left_goes_with_the_next_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Its hidden directory stayed for ever; that of a process that is still writing stays."""
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path):
+    """At once, before its space is missed and though the destination is there; that of a process that is still writing stays."""
     model = qq.convert(tiny_model("llama"), "w4a16")
-    monkeypatch.setattr(checkpoint_io, "_A_MOMENT", -1.0)
 
     def export() -> None:
         qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", shard_bytes=20_000)
@@ -469,6 +469,29 @@ def test_what_a_killed_export_left_goes_with_the_next_one(monkeypatch: pytest.Mo
         assert (written / "mine").exists()
         shutil.rmtree(tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".other.abc.partial"}
+    (tmp_path / ".out.killed.partial").mkdir()  # while another process made the destination
+    with pytest.raises(ValueError, match="exists already"):
+        export()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".other.abc.partial"}
+
+
+def test_a_directory_that_is_taken_for_abandoned_before_it_is_locked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Another call may find it in that moment; the writer then makes another one."""
+    make, made = tempfile.mkdtemp, []
+
+    def made_and_removed(**options: Any) -> str:
+        made.append(make(**options))
+        if len(made) == 1:
+            checkpoint_io.remove_abandoned(tmp_path / "out")
+            assert not os.path.exists(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_removed)
+    with checkpoint_io.whole_directory(tmp_path / "out") as directory:
+        checkpoint_io.remove_abandoned(tmp_path / "out")
+        (directory / "x").write_text("")
+    assert len(made) == 2
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
 
 
 def test_an_export_where_the_file_system_has_no_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -476,7 +499,6 @@ def test_an_export_where_the_file_system_has_no_locks(monkeypatch: pytest.Monkey
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(checkpoint_io, "lock", refuse)
-    monkeypatch.setattr(checkpoint_io, "_A_MOMENT", -1.0)
     (tmp_path / ".out.abc.partial").mkdir()
     model = qq.convert(tiny_model("llama"), "w4a16")
     qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
