@@ -45,9 +45,10 @@ def amax_of(group: ScaleGroup, fmt: WeightFormat) -> Tensor:
     return sharding.part_of_first_dim(group.held.to(weights[0].device), weights[0]).to(fmt.export_dtype)
 
 
-def weight_codes(weight: Tensor, amax: Tensor, fmt: WeightFormat) -> NVFP4Tensor:
+def weight_codes(weight: Tensor, amax: Tensor, fmt: WeightFormat, *, check_finite: bool | None = None) -> NVFP4Tensor:
     """Codes and scales of a weight (of this rank's shard), blocks along the last dim. No gradient."""
-    return ops.quantize(_export_view(sharding.local(weight), fmt), tensor_amax=amax, recipe=fmt.recipe)
+    view = _export_view(sharding.local(weight), fmt)
+    return ops.quantize(view, tensor_amax=amax, recipe=fmt.recipe, check_finite=check_finite)
 
 
 def fake_quantize_weight(

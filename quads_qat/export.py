@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quads_qat import checkpoint_io, dialects, engine_limits
+from quads_qat import checkpoint_io, dialects, engine_limits, sharding
 from quads_qat import contract as contracts
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, export_plan, layer_of, natural_order, with_stacks_of
 from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
@@ -28,7 +28,6 @@ from quads_qat.output_shards import require_space, write_stream
 from quads_qat.record import RECORD, record_text
 from quads_qat.required_tensors import require_tensors
 from quads_qat.safetensors_file import nbytes
-from quads_qat.sharding import is_sharded
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,
@@ -36,10 +35,11 @@ from quads_qat.weight_stream import (
     kept_in_fp32,
     own_scales,
     prepare,
-    rank,
     warn_before_start,
     weights_of,
 )
+
+_NOTHING = "no checkpoint was written"
 
 
 def export_checkpoint(
@@ -56,7 +56,7 @@ def export_checkpoint(
     """Write a converted model as an NVFP4 checkpoint that engines load.
 
     With ``torch.distributed``, call it on all ranks; rank 0 writes. Where weights are sharded, all ranks leave
-    together: when the directory is there, or with the error of rank 0. An
+    together: when the directory is there, or with an error if one of them has one. An
     :class:`~quads_qat.engine_limits.EngineWarning` names each engine that is known not to load what is written.
 
     Args:
@@ -77,56 +77,82 @@ def export_checkpoint(
     """
     dialect = Dialect(dialect)
     require_kind("export_checkpoint", "residual", residual, ResidualConfig)
-    root, conversion, _ = prepare(model, dialect, "export_checkpoint")
-    warn_before_start(conversion, "export_checkpoint")
-    contract = contract_of_export(conversion, activations, residual, activation_scale)
-    config = _config_of(root, source, next(iter(conversion.weights.values())).format.export_dtype)
-    metadata = export_metadata(model, dialect, activations=activations)
-    plan = export_plan(root, conversion, dialect)
-    quantized = _tensor_names(plan, dialect)
-    rest = {name: len(shape) for name, _, shape in metadata if name not in quantized}
-    if source is not None:
-        checkpoint_io.require_apart(Path(source), Path(path))
-    checkpoint_io.require_free(Path(path))  # on all ranks, before they depend on each other
-    stream = weights_of(root, conversion, dialect, activations, ranks=0)
-    if rank() != 0:
-        with _together(root):
-            next(stream, None)
-        return
-    weights_only, names = activations == "none", [disk.name for disk in plan.weights]
-    engine_limits.warn(config, dialect, names, weights_only=weights_only, stacklevel=2)
-    layouts = {name: (dtype, shape) for name, dtype, shape in metadata}
-    require_space(Path(path), sum(nbytes(*layout) for layout in layouts.values()))
-    with _together(root), checkpoint_io.whole_directory(path) as directory:
-        written = write_stream(directory, layouts, stream, shard_bytes)
-        ignored = ignored_modules(rest, plan, root, dialect)
-        for file, content in configs(config, dialect, ignored, contract).items():
-            checkpoint_io.write_json(directory / file, content)
-        job = {"command": "export", "dialect": dialect.value, "recipe": conversion.recipe.value}
-        (directory / RECORD).write_text(record_text(job, written), "utf-8")
-        if source is not None:
-            for file in checkpoint_io.companions(Path(source)):
-                (directory / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(Path(source) / file, directory / file)
-        elif getattr(root, "generation_config", None) is not None:
-            root.generation_config.save_pretrained(directory)  # pyright: ignore
+    path, writes = Path(path), sharding.rank() == 0
+    with sharding.together("export_checkpoint", model, _NOTHING):
+        root, conversion, _ = prepare(model, dialect, "export_checkpoint")
+        warn_before_start(conversion, "export_checkpoint")
+        contract = contract_of_export(conversion, activations, residual, activation_scale)
+        layouts = {n: (dtype, shape) for n, dtype, shape in export_metadata(model, dialect, activations=activations)}
+        plan = export_plan(root, conversion, dialect)
+        stream = weights_of(root, conversion, dialect, activations, ranks=0)
+        config: dict[str, Any] = {}
+        if writes or not sharding.shards(model):  # the files of others need not be here
+            config = _config_of(root, source, next(iter(conversion.weights.values())).format.export_dtype)
+            if source is not None:
+                checkpoint_io.require_apart(Path(source), path)
+            if writes:
+                checkpoint_io.remove_abandoned(path)  # for the sake of the space that is looked for below
+            checkpoint_io.require_free(path)
+        if writes:
+            names, weights_only = [disk.name for disk in plan.weights], activations == "none"
+            engine_limits.warn(config, dialect, names, weights_only=weights_only, stacklevel=2)
+            require_space(path, sum(nbytes(*layout) for layout in layouts.values()))
+
+    def write(stream: Iterator[tuple[str, Tensor]]) -> None:
+        with checkpoint_io.whole_directory(path) as directory:
+            written = write_stream(directory, layouts, stream, shard_bytes)
+            quantized = _tensor_names(plan, dialect)
+            rest = {name: len(shape) for name, (_, shape) in layouts.items() if name not in quantized}
+            ignored = ignored_modules(rest, plan, root, dialect)
+            for file, content in configs(config, dialect, ignored, contract).items():
+                checkpoint_io.write_json(directory / file, content)
+            job = {"command": "export", "dialect": dialect.value, "recipe": conversion.recipe.value}
+            (directory / RECORD).write_text(record_text(job, written), "utf-8")
+            _copy_companions(root, source, directory)
+
+    _gather_for(write if writes else None, model, stream)
 
 
-@contextmanager
-def _together(root: nn.Module) -> Iterator[None]:
-    """Of sharded weights, all ranks leave the block when rank 0 does, with the error that rank 0 has."""
-    error = None
+def _gather_for(
+    write: Callable[[Iterator[tuple[str, Tensor]]], None] | None,
+    model: nn.Module,
+    stream: Iterator[tuple[str, Tensor]],
+) -> None:
+    """``write`` on the rank that has one, while the others gather; all leave with its error, if it has one.
+
+    An error of ``stream`` itself is not passed on: it is that of a weight, whole on all ranks, which all raise.
+    """
+    error, lost = None, []
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from stream
+        except Exception as raised:
+            lost.append(raised)
+            raise
+
     try:
-        yield
-    except BaseException as raised:
+        if write is None:
+            next(stream, None)
+        else:
+            write(gathered())
+    except Exception as raised:
+        if write is None or lost:
+            raise
         error = raised
-        raise
-    finally:
-        if any(is_sharded(parameter) for parameter in root.parameters()):
-            said = [None if error is None else f"{type(error).__name__}: {error}"]
-            torch.distributed.broadcast_object_list(said, src=0)
-            if error is None and said[0] is not None:
-                raise RuntimeError(f"export_checkpoint: rank 0 failed ({said[0]}); no checkpoint was written")
+        if sharding.shards(model):
+            deque(stream, 0)  # the others gather to the end
+    sharding.raise_together("export_checkpoint", model, error, _NOTHING)
+
+
+def _copy_companions(root: nn.Module, source: str | Path | None, directory: Path) -> None:
+    """Tokenizer, code and generation config, of the source or as the model has it."""
+    if source is not None:
+        for file in checkpoint_io.companions(Path(source)):
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(source) / file, directory / file)
+    elif (generation_config := getattr(root, "generation_config", None)) is not None:
+        generation_config.save_pretrained(directory)
 
 
 def plan_checkpoint(

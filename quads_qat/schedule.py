@@ -64,8 +64,8 @@ def step(model: nn.Module, *, track_codes: bool = False) -> StepReport:
             a share near 0 says that updates are too small to reach the rollout. Keeps 0.5625 bytes per weight.
 
     Raises:
-        ValueError: a model that is not converted, or a rollout; with ``track_codes`` a weight whose shards cut blocks
-            of 16. The step does not count then.
+        ValueError: a model that is not converted, or a rollout; with ``track_codes`` a weight that holds NaN or inf, or
+            whose shards cut blocks of 16. The step does not count then.
 
     >>> from quads_qat.convert import convert
     >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
@@ -142,18 +142,23 @@ def _tracked(conversion: Conversion, report: StepReport) -> StepReport:
         group = conversion.groups[weight.group]
         place = next(i for i, (_, _, full) in enumerate(group.members) if full == name)
         parameter = group.weights()[place].detach()  # with what an adapter adds
-        codes, clipped = _codes_of(parameter, group, weight.format)
+        codes, clipped, bad = _codes_of(parameter, group, weight.format)
         last = conversion.last_codes.get(name)
         changed = torch.zeros((), dtype=torch.int64, device=codes.device) if last is None else _differing(codes, last)
-        counts[name] = torch.stack([changed, clipped.to(torch.int64)])
+        counts[name] = torch.stack([changed, clipped, bad])
         totals[name], cuts[name] = max(parameter.numel(), 1), _cuts_of(parameter)
         conversion.last_codes[name] = codes
     whole = _sum_over_shards(counts, cuts)
+    for name, (_, _, bad) in whole.items():
+        if bad:
+            raise ValueError(
+                f"step: {name} holds {bad} NaN or inf; go back to a checkpoint, and find the step that made them"
+            )
     shares = {
         name: (changed / totals[name] if known else None, clipped / totals[name])
-        for name, (changed, clipped) in whole.items()
+        for name, (changed, clipped, _) in whole.items()
     }
-    changed, clipped = (sum(each) / sum(totals.values()) for each in zip(*whole.values(), strict=True))
+    changed, clipped, _ = (sum(each) / sum(totals.values()) for each in zip(*whole.values(), strict=True))
     return replace(report, changed=changed if known else None, clipped=clipped, by_weight=shares)
 
 
@@ -179,13 +184,16 @@ def _sum_over_shards(counts: dict[str, Tensor], cuts: dict[str, Cuts]) -> dict[s
     return {name: whole[name] for name in counts}
 
 
-def _codes_of(parameter: Tensor, group: ScaleGroup, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of this rank's shard as one uint8 [..., 9 K/16], and how many of its elements saturate."""
-    q = autograd.weight_codes(parameter, autograd.amax_of(group, fmt), fmt)
+def _codes_of(parameter: Tensor, group: ScaleGroup, fmt: WeightFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's shard: codes and block scales (uint8 [..., 9 K/16]), how many saturate, how many are NaN or inf.
+
+    Nothing is refused here: the other ranks, whose shards are finite, would wait for the sums.
+    """
+    q = autograd.weight_codes(parameter, autograd.amax_of(group, fmt), fmt, check_finite=False)
     limit = SCALE_RANGE * q.per_tensor_scale
     master = sharding.local(parameter).to(fmt.export_dtype).abs().float()
     clipped = (master > limit.view(-1, *(1,) * (master.ndim - 1)) if limit.ndim else master > limit).sum()
-    return torch.cat([q.qdata, q.block_scale.view(torch.uint8)], -1), clipped
+    return torch.cat([q.qdata, q.block_scale.view(torch.uint8)], -1), clipped, (~torch.isfinite(master)).sum()
 
 
 def _differing(codes: Tensor, last: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ along K, so a shard is quantized where it lies, as long as no cut falls inside a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quads_qat.formats import BLOCK_SIZE
 
@@ -89,6 +90,52 @@ def part_of_first_dim(amax: Tensor, weight: Tensor) -> Tensor:
     mesh, placements = weight.device_mesh, weight.placements  # pyright: ignore[reportAttributeAccessIssue]
     along = [placement if cuts(placement, 0) else Replicate() for placement in placements]
     return distribute_tensor(amax, mesh, along, src_data_rank=None).to_local()
+
+
+@contextmanager
+def together(who: str, model: nn.Module, consequence: str) -> Iterator[None]:
+    """The ranks that share the weights of ``model`` leave the block together, all with an error if one of them has one.
+
+    For what a rank may refuse alone, of its disk or files, beside gathers that the others would wait in: inside the
+    block it takes part in all of them, also where it fails. Where nothing is sharded, ranks do not communicate.
+
+    Raises:
+        RuntimeError: another rank failed; says which, why, and the ``consequence``.
+    """
+    raised = None
+    try:
+        yield
+    except Exception as error:  # one that ends the process (Ctrl-C) ends the others' waiting too
+        raised = error
+    raise_together(who, model, raised, consequence)
+
+
+def raise_together(who: str, model: nn.Module, raised: Exception | None, consequence: str) -> None:
+    """The end of :func:`together`: raise what this rank has ``raised``, or that another one did."""
+    said = raised and f"rank {rank()} failed ({type(raised).__name__}: {raised})"
+    for mesh, i in {(p.device_mesh, i): None for p in _sharded(model) for i in range(p.device_mesh.ndim)}:
+        every = [said] * mesh.size(i)
+        torch.distributed.all_gather_object(every, said, group=mesh.get_group(i))
+        said = next(filter(None, every), None)
+    if raised is not None:
+        raise raised
+    if said is not None:
+        raise RuntimeError(f"{who}: {said}; {consequence}")
+
+
+def shards(model: object) -> bool:
+    """Whether parameters of the model are sharded, so that its ranks depend on each other."""
+    return bool(_sharded(model))
+
+
+def _sharded(model: Any) -> list[Any]:
+    return [p for p in model.parameters() if is_sharded(p)] if isinstance(model, nn.Module) else []
+
+
+def rank() -> int:
+    """Of this process; 0 without ``torch.distributed``."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if initialized else 0
 
 
 def on_shards(weight: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import checkpoint_io, dialects, ops
+from quads_qat import checkpoint_io, dialects, ops, sharding
 from quads_qat.autograd import fake_quantize_weight
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, disk_plan, with_stacks_of
 from quads_qat.compare import cast_note, difference, dtype_name, tensors_of
@@ -87,22 +87,14 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         path: an NVFP4 checkpoint of either dialect.
 
     Returns:
-        How much was compared.
+        How much was compared. Of a sharded model all ranks must call this; each reads the files and compares.
 
     Raises:
         VerificationError: names the first tensor that differs.
         ValueError: the checkpoint was made with another recipe, or cannot be read.
     """
-    root, conversion = conversion_of(model, "verify")
-    if conversion.mode is Mode.W4A4_RESIDUAL:
-        raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
-    require_unwrapped(root, "verify")
-    require_same_modules(root, conversion, "verify")
-    checkpoint = Checkpoint.open(path)
-    _require_recipe(checkpoint, conversion.recipe)
-    if checkpoint.contract is not None:
-        Contract.of_conversion(conversion).require_same(checkpoint.contract, f"verify: {checkpoint.reader.path}")
-    checkpoint.recipe = conversion.recipe
+    with sharding.together("verify", model, "nothing was compared"):  # each reads the files for itself
+        root, conversion, checkpoint = _opened(model, path)
     plan = disk_plan(root, conversion, checkpoint.dialect)
     expected = {disk.name for disk in plan.weights}
     extra = checkpoint.quantized_as(expected) - expected
@@ -138,6 +130,21 @@ def verify(model: nn.Module, path: str | Path) -> Report:
         report.differences |= model_differences(config.to_dict(), checkpoint.reader.path, root)
     _compare_files(report, checkpoint)
     return report.raise_if_different()
+
+
+def _opened(model: nn.Module, path: str | Path) -> tuple[nn.Module, Conversion, Checkpoint]:
+    root, conversion = conversion_of(model, "verify")
+    if conversion.mode is Mode.W4A4_RESIDUAL:
+        raise ValueError("verify: a rollout model holds packed weights only; verify the trainer model")
+    require_unwrapped(root, "verify")
+    require_same_modules(root, conversion, "verify")
+    checkpoint = Checkpoint.open(path)
+    _require_recipe(checkpoint, conversion.recipe)
+    if checkpoint.contract is not None:
+        mine, where = Contract.of_conversion(conversion), f"verify: {checkpoint.reader.path}"
+        mine.require_same(checkpoint.contract, where, modules=False)  # which ones differ, is said by their names
+    checkpoint.recipe = conversion.recipe
+    return root, conversion, checkpoint
 
 
 def _reader_note(checkpoint: Checkpoint, dtypes: set[torch.dtype]) -> str:

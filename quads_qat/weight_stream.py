@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import dialects, names, ops
+from quads_qat import dialects, names, ops, sharding
 from quads_qat.checkpoint_plan import (
     DiskWeight,
     Plan,
@@ -95,7 +95,7 @@ def weights_of(
 
     source = _Source(quantize, rest_in_memory(root, conversion), scales)
     stream = _stream(root, plan, dialect, source)
-    return stream if ranks in ("all", rank()) else _taking_part(stream)
+    return stream if ranks in ("all", sharding.rank()) else _taking_part(stream)
 
 
 def _taking_part(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -103,12 +103,6 @@ def _taking_part(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
     for _ in stream:
         pass
     yield from ()
-
-
-def rank() -> int:
-    """Of this process; 0 without ``torch.distributed``."""
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if initialized else 0
 
 
 def export_metadata(
