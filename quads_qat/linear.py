@@ -43,10 +43,15 @@ class ActivationObserver:
         if x.numel() == 0:
             return
         seen = ops.amax(x.detach()).float()
-        if seen.is_inference():
-            with torch.inference_mode(False):  # training may use it
-                seen = seen.clone()
         self.amax = seen if self.amax is None else torch.maximum(self.amax.to(seen.device), seen)
+        if not torch.compiler.is_compiling():  # a graph cannot ask; ``observe_activations`` does at its end
+            self.leave_inference_mode()
+
+    def leave_inference_mode(self) -> None:
+        """Make an amax that was seen in inference mode one that training may use."""
+        if self.amax is not None and self.amax.is_inference():
+            with torch.inference_mode(False):
+                self.amax = self.amax.clone()
 
 
 @dataclass(eq=False)

@@ -41,6 +41,7 @@ def observe_activations(model: nn.Module) -> Iterator[None]:
     finally:
         for observer in conversion.observers.values():
             observer.enabled -= 1
+            observer.leave_inference_mode()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for observer in conversion.observers.values():  # the same order on every rank; unseen counts as 0
             device = next(model.parameters()).device

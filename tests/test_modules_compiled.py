@@ -3,6 +3,7 @@ nothing after the second step: with batches of any size, under autocast, checkpo
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -128,3 +129,34 @@ def test_accumulate_has_a_graph_that_makes_codes_and_one_that_decodes_them(kind:
                 assert_same_bits(*pair)
         move(model)
     assert graphs() == 2
+
+
+@KINDS
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_an_observation_sees_what_it_sees_in_eager_mode(kind: str, without_grad: Callable[[], AbstractContextManager]):
+    """One graph more for the first batch that is observed, and one for the others; then training goes on as before."""
+    model = block(kind, torch.bfloat16)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert_same_step(model, model, compiled, STEPS[0], torch.bfloat16)
+    seen = []
+    for run in (model, compiled):
+        qq.load_quant_state_dict(model, {})
+        with without_grad(), qq.observe_activations(model):
+            outs = [run(batch(rows, torch.bfloat16)) for rows in STEPS]
+        seen.append(qq.quant_state_dict(model) | {str(rows): out for rows, out in zip(STEPS, outs, strict=True)})
+    assert seen[0].keys() == seen[1].keys()
+    assert len(seen[0]) > len(STEPS)
+    for name, wanted in seen[0].items():
+        assert_same_bits(seen[1][name], wanted, name)
+        assert name.isdigit() or not seen[1][name].is_inference()
+    assert_same_step(model, model, compiled, STEPS[1], torch.bfloat16)
+    assert graphs() == 3
+
+
+def test_a_compiled_observation_under_inference_mode_serves_training():
+    model = qq.convert(fill(nn.Sequential(nn.Linear(64, 32))), "w4a4", activation_scale="static")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.inference_mode(), qq.observe_activations(model):
+        compiled(batch(4, torch.float32))
+    model(batch(4, torch.float32)).sum().backward()
+    assert model[0].weight.grad is not None
