@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.launch import cdiv
+from quads_qat.kernels.launch import cdiv, next_power_of_2
 
 _INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -170,7 +170,7 @@ def _row_amax(tensors: list[Tensor]) -> Tensor:
         if out.numel():
             runs = x if x.is_contiguous() else x.contiguous()
             k = x.shape[-1]
-            tile = min(4096, triton.next_power_of_2(max(k, 16)))
+            tile = min(4096, next_power_of_2(max(k, 16)))
             _row_amax_kernel[(out.numel(),)](runs, out, out.numel(), k, k, TILE=tile)
         results.append(out)
     return results[0] if len(results) == 1 else torch.stack(results).amax(0)

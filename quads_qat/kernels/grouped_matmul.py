@@ -17,7 +17,8 @@ from quads_qat.kernels import hopper
 from quads_qat.kernels.decode import RUN
 from quads_qat.kernels.dequantize import dequantize
 from quads_qat.kernels.hopper import Hopper
-from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, launch_hopper, prepared, tiles_of
+from quads_qat.kernels.launch import cdiv
+from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, launch_hopper, prepared
 
 MOST_MEAN_ROWS = 256
 
@@ -30,7 +31,7 @@ def configuration(
 
     None: decode all of W once, then multiply in bf16.
     """
-    mean = tiles_of(m, max(1, min(experts, m)))
+    mean = cdiv(m, max(1, min(experts, m)))
     if on_hopper and not ordered and (tiles := hopper.grouped_tiles(mean, k, terms)):
         return tiles
     if mean >= MOST_MEAN_ROWS and not ordered:
@@ -113,7 +114,7 @@ def grouped_matmul(
         return y
     used = min(experts, m)
     tiles = used + (m - used) // config.height(terms)  # every expert with rows has a tile, and one more when it is full
-    grid = tiles_of(n, config.rows), tiles
+    grid = cdiv(n, config.rows), tiles
     launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, ends, y, assembly)
     return y
 

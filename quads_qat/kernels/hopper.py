@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from quads_qat.kernels import numerics as num
+from quads_qat.kernels.launch import next_power_of_2
 
 K_STEP = 256
 """K is a multiple of it, so that rows of block scales begin where the copy engine can begin."""
@@ -110,7 +111,7 @@ def options_of(config: Hopper, terms: int, groups: int, scale_per_group: bool, b
         "REGISTERS": registers,
         "SPLITS": config.splits,
         "TERMS": terms,
-        "GROUPS": triton.next_power_of_2(groups) if groups else 0,
+        "GROUPS": next_power_of_2(groups) if groups else 0,
         "SCALE_PER_GROUP": scale_per_group,
         "BIAS": bias,
         "PDL": True,

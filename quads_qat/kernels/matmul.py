@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from quads_qat.kernels import numerics as num
 from quads_qat.kernels.decode import RUN, to_tensor_core_order
 from quads_qat.kernels.dequantize import dequantize
 from quads_qat.kernels.hopper import Hopper
-from quads_qat.kernels.launch import scale_pointer
+from quads_qat.kernels.launch import cdiv, next_power_of_2, scale_pointer
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 
 
@@ -81,11 +80,6 @@ class Wide:
         return self.columns // 2 if self.stacked else self.columns
 
 
-def tiles_of(size: int, tile: int) -> int:
-    """How many tiles cover ``size``. Triton's ``cdiv`` takes microseconds on the host."""
-    return -(-size // tile)
-
-
 MOST_NARROW_COLUMNS = 16
 MOST_STACKED_COLUMNS = 128
 _WORTH_A_PASS = 1 << 24  # weights, from which up to 16 rows gain by the wide kernel what ordering them costs
@@ -137,7 +131,7 @@ def _narrow(columns: int, n: int) -> Narrow:
 
 def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     stacked = terms == 2 and 2 * m <= MOST_STACKED_COLUMNS
-    columns = max(16, triton.next_power_of_2(2 * m if stacked else m))
+    columns = max(16, next_power_of_2(2 * m if stacked else m))
     columns = min(columns, 256 if terms == 1 else 128)
     accumulated = columns if stacked else columns * terms
     small, large = n < 4096 or (n < 8192 and k <= 4096), n > 16384
@@ -152,9 +146,9 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
         programs = 2
     elif accumulated <= 128:
         rows, warps, programs = 64, 4, 2
-    tiles = tiles_of(n, rows) * tiles_of(2 * m if stacked else m, columns)
+    tiles = cdiv(n, rows) * cdiv(2 * m if stacked else m, columns)
     splits = (4 if tiles <= processors else 2) if columns == 16 else programs * processors // tiles
-    splits = min(splits, tiles_of(k // 16, blocks))
+    splits = min(splits, cdiv(k // 16, blocks))
     return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
 
@@ -260,7 +254,7 @@ def matmul(
     if isinstance(config, Hopper):
         launch_hopper(config, x, second, qdata, block_scale, per_tensor_scale, bias, None, y)
         return y
-    grid = (tiles_of(n, config.rows),)
+    grid = (cdiv(n, config.rows),)
     launch(config, grid, x, second, qdata, block_scale, per_tensor_scale, bias, row_scale, None, y, assembly)
     return y
 
@@ -280,7 +274,7 @@ def _options(
     interpreted = num.INTERPRETED.value
     options: dict[str, object] = {
         "TERMS": terms,
-        "GROUPS": triton.next_power_of_2(groups) if groups else 0,
+        "GROUPS": next_power_of_2(groups) if groups else 0,
         "SCALE_PER_GROUP": scale_per_group,
         "ROW_SCALE": row_scale,
         "BIAS": bias,
@@ -347,8 +341,8 @@ def launch(
             **options,
         )
         return
-    tiles = grid[0] * (grid[1] if len(grid) > 1 else tiles_of(m, config.height(terms)))
-    steps = tiles_of(blocks, config.blocks)
+    tiles = grid[0] * (grid[1] if len(grid) > 1 else cdiv(m, config.height(terms)))
+    steps = cdiv(blocks, config.blocks)
     if config.splits > 1:
         size = tiles * config.splits * config.rows * config.height(terms)
         workspace, counter = torch.empty(size, dtype=torch.float32, device=x.device), counters(x.device, tiles)
@@ -362,7 +356,7 @@ def launch(
         n,
         blocks,
         groups,
-        tiles_of(steps, config.splits),
+        cdiv(steps, config.splits),
         x.stride(0),
         EVEN=n % config.rows == 0 and blocks % config.blocks == 0,
         **options,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.launch import scale_pointer
+from quads_qat.kernels.launch import cdiv, scale_pointer
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def native_matmul(
     if y.numel() == 0:
         return y
     rows = 128  # what the tensor cores of sm_100 take
-    grid = triton.cdiv(m, rows), triton.cdiv(n, 128)
+    grid = cdiv(m, rows), cdiv(n, 128)
     native_kernel[grid](
         x.contiguous(),
         x_block_scale.contiguous().view(torch.uint8),

@@ -23,6 +23,7 @@ from quads_qat.formats import BLOCK_SIZE
 from quads_qat.kernels import numerics as num
 from quads_qat.kernels import topk
 from quads_qat.kernels.groups import group_of_row
+from quads_qat.kernels.launch import cdiv, next_power_of_2
 from quads_qat.kernels.pairs import HIGH, halves
 from quads_qat.kernels.two_steps import first_step, largest_bits, row_scale, second_step
 
@@ -282,7 +283,7 @@ def configuration(m: int, row: int, select: int) -> tuple[int, int, int]:
         return max(row // 4, 16), warps, DIRECT.value
     if m > 128:
         return row, warps, STAGED.value
-    tile = max(triton.next_power_of_2(m * row // _PROGRAMS), min(64, row))
+    tile = max(next_power_of_2(m * row // _PROGRAMS), min(64, row))
     return (row, warps, STAGED.value) if tile >= row else (tile, 4, DIRECT.value)
 
 
@@ -324,9 +325,9 @@ def rows(
     if m == 0:
         return terms, kept
     n_blocks = k // BLOCK_SIZE
-    row = triton.next_power_of_2(n_blocks)
+    row = next_power_of_2(n_blocks)
     tile, warps, layout = config or configuration(m, row, select)
-    slices = triton.cdiv(n_blocks, tile)
+    slices = cdiv(n_blocks, tile)
     _rows_kernel[(m * slices,)](
         x,
         x if amax is None else amax,
@@ -348,7 +349,7 @@ def rows(
         STORES_MASK=return_mask,
         SHARED=slices > 1,
         LAYOUT=ORDERED.value if ordered else layout,
-        GROUPS=0 if ends is None else triton.next_power_of_2(len(ends)),
+        GROUPS=0 if ends is None else next_power_of_2(len(ends)),
         ROW=row,
         TILE=min(tile, row),
         num_warps=warps,

@@ -14,6 +14,7 @@ from torch import Tensor
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.kernels import topk
 from quads_qat.kernels.groups import group_of_tile, tiles_of_groups
+from quads_qat.kernels.launch import cdiv, next_power_of_2
 from quads_qat.kernels.pairs import halves
 from quads_qat.kernels.residual import joined, kind_of_pairs, powered, tree
 
@@ -203,8 +204,8 @@ def batch_mask(
     score = torch.empty(chunks, k, dtype=torch.float32, device=x.device)
     words = k // 2
     tile = 128
-    grouping = {"GROUPS": 0 if ends is None else triton.next_power_of_2(groups)}
-    _chunk_scores_kernel[(triton.cdiv(words, tile), chunks)](
+    grouping = {"GROUPS": 0 if ends is None else next_power_of_2(groups)}
+    _chunk_scores_kernel[(cdiv(words, tile), chunks)](
         x,
         x if q1 is None else q1,
         x if ends is None else ends,
@@ -223,13 +224,13 @@ def batch_mask(
     )
     if chunks > 1 or ends is not None:
         total = torch.empty(groups, k, dtype=torch.float32, device=x.device)
-        _total_scores_kernel[(triton.cdiv(k, 128), groups)](
+        _total_scores_kernel[(cdiv(k, 128), groups)](
             score, x if ends is None else ends, total, chunks, k, groups, NORM=norm, **grouping, TILE=128, num_warps=4
         )
         score = total
     mask = torch.empty((k,) if ends is None else (groups, k), dtype=torch.bool, device=x.device)
     n_blocks = k // BLOCK_SIZE
-    t = triton.next_power_of_2(n_blocks)
+    t = next_power_of_2(n_blocks)
     warps = min(32, max(1, t // 32))
     _mask_kernel[(groups,)](
         score,
