@@ -1,13 +1,16 @@
 """The contract in the file: the ``quads_qat`` entry of config.json.
 
-Tensors alone do not say how they were trained: which arithmetic made the codes, which weights shared a scale, and what
-a rollout has to do with its activations. Settings that live only in a launch script drift apart; so every export writes
-them beside the weights, and everything that reads a checkpoint reads them first.
+Tensors alone do not say how they were trained: which arithmetic made the codes, from which dtype, which weights shared
+a scale, and what a rollout has to do with its activations. Settings that live only in a launch script drift apart; so
+every export writes them beside the weights, and everything that reads a checkpoint reads them first.
 
     "quads_qat": {
-      "version": 1,
+      "version": 2,
       "recipe": "aligned",
+      "export_dtype": "bfloat16",
       "scope": "all",
+      "quantized": ["model.layers.0-27.self_attn.q_proj", ...],
+      "high_precision": ["model.embed_tokens", "lm_head", ...],
       "trainer": "w4a16",
       "scale_groups": {"fused": [["q_proj", "k_proj", "v_proj"], ...], "rules": []},
       "activations": "observed",
@@ -16,7 +19,8 @@ them beside the weights, and everything that reads a checkpoint reads them first
     }
 
 ``rollout`` is null unless the export was told what rollouts do. ``"weight_scale": "frozen"`` or ``"ema"`` is there if
-the trainer holds its scales: weights in high precision do not tell them.
+the trainer holds its scales: weights in high precision do not tell them. The first version did not have
+``export_dtype``, ``quantized`` and ``high_precision``.
 """
 
 from __future__ import annotations
@@ -26,18 +30,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from quads_qat.checkpoint_io import read_json
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope, WeightScale
 from quads_qat.conversion import Conversion, conversion_of
+from quads_qat.name_ranges import expanded, shortened
 from quads_qat.scale_groups import FUSED_LINEARS
 
 KEY = "quads_qat"
-VERSION = 1
+VERSION = 2
 """Of the entry. Whoever meets a higher one must not guess what it means."""
 
 _ACTIVATIONS = ("none", "observed", "given")
+_EXPORT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 T = TypeVar("T")
 
 
@@ -62,6 +69,11 @@ class Contract:
             ``given``.
         weight_scale: what the trainer makes scales from. Those that it holds (frozen, ema) are in packed tensors only.
         rollout: what rollouts do with activations; None leaves it to them.
+        export_dtype: what fp32 masters are cast to before they are quantized: bfloat16 or float16; None where that is
+            not known (an older record), or weights differ.
+        quantized: modules whose weights are quantized, as short as :func:`~quads_qat.name_ranges.shortened` makes their
+            names; None where that is not known.
+        high_precision: likewise, modules whose weights are not. A module in neither list is none of this model's.
     """
 
     recipe: Recipe
@@ -72,6 +84,9 @@ class Contract:
     activations: str = "none"
     weight_scale: WeightScale = WeightScale.DYNAMIC
     rollout: RolloutPolicy | None = None
+    export_dtype: torch.dtype | None = None
+    quantized: tuple[str, ...] | None = None
+    high_precision: tuple[str, ...] | None = None
 
     @classmethod
     def of_conversion(
@@ -85,6 +100,7 @@ class Contract:
         weight_scale = conversion.schedule.weight_scale
         if weight_scale is WeightScale.DYNAMIC and any(g.held is not None for g in conversion.groups.values()):
             weight_scale = WeightScale.FROZEN  # of a loaded state; nothing moves them
+        dtypes = {weight.format.export_dtype for weight in conversion.weights.values()}
         return cls(
             recipe=conversion.recipe,
             scope=conversion.scope,
@@ -93,6 +109,9 @@ class Contract:
             activations=activations,
             weight_scale=weight_scale,
             rollout=rollout,
+            export_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
+            quantized=shortened(weight.module for weight in conversion.weights.values()),
+            high_precision=shortened(skipped.module for skipped in conversion.skipped),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -106,10 +125,14 @@ class Contract:
                 "residual": residual,
             }
         held = {} if self.weight_scale is WeightScale.DYNAMIC else {"weight_scale": self.weight_scale.value}
+        dtype = None if self.export_dtype is None else str(self.export_dtype).removeprefix("torch.")
+        modules = {"quantized": self.quantized, "high_precision": self.high_precision}
         return {
             "version": VERSION,
             "recipe": self.recipe.value,
+            **({} if dtype is None else {"export_dtype": dtype}),
             "scope": self.scope.value,
+            **{key: list(names) for key, names in modules.items() if names is not None},
             "trainer": self.trainer.value,
             "scale_groups": {"fused": [list(names) for names in self.fused], "rules": list(self.rules)},
             "activations": self.activations,
@@ -133,6 +156,7 @@ class Contract:
                 f"{where} has version {version}, this quads_qat reads up to {VERSION}; install a newer quads_qat"
             )
         known = {"version", "recipe", "scope", "trainer", "scale_groups", "activations", "weight_scale", "rollout"}
+        known |= {"export_dtype", "quantized", "high_precision"}
         _refuse_unknown(entry, known, where)
         if "recipe" not in entry:
             raise ValueError(f"{where} names no recipe; config.json was changed")
@@ -144,6 +168,9 @@ class Contract:
         activations = entry.get("activations", "none")
         if activations not in _ACTIVATIONS:
             raise ValueError(f"{where}.activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
+        dtype = entry.get("export_dtype")
+        if dtype is not None and dtype not in list(_EXPORT_DTYPES):
+            raise ValueError(f"{where}.export_dtype must be one of {', '.join(_EXPORT_DTYPES)}, got {dtype!r}")
         return cls(
             recipe=_choice(Recipe, entry["recipe"], f"{where}.recipe"),
             scope=_choice(Scope, entry.get("scope", Scope.ALL), f"{where}.scope"),
@@ -153,27 +180,60 @@ class Contract:
             activations=activations,
             weight_scale=_choice(WeightScale, entry.get("weight_scale", "dynamic"), f"{where}.weight_scale"),
             rollout=_rollout(entry.get("rollout"), f"{where}.rollout"),
+            export_dtype=None if dtype is None else _EXPORT_DTYPES[dtype],
+            quantized=_modules(entry.get("quantized"), f"{where}.quantized"),
+            high_precision=_modules(entry.get("high_precision"), f"{where}.high_precision"),
         )
 
-    def differences(self, other: Contract) -> list[str]:
-        """What of the weights differs: recipe and scale groups.
+    def differences(self, other: Contract, *, export_dtype: bool = True, modules: bool = True) -> list[str]:
+        """What of the weights differs: recipe, scale groups, export dtype and which modules are quantized.
 
+        What one side does not know (an older record) counts as equal, and so does a module that one side does not have.
         Activations never count: a W4A16 trainer with a W4A4 rollout is the normal case.
+
+        Args:
+            other: what to compare with.
+            export_dtype: whether it counts. Of packed weights it does not: they were cast already.
+            modules: whether it counts which are quantized.
         """
         pairs = {
             "recipe": (self.recipe, other.recipe),
             "scale groups": (self.fused, other.fused),
             "rules of scale groups": (self.rules, other.rules),
         }
-        return [
+        if export_dtype and self.export_dtype is not None and other.export_dtype is not None:
+            pairs["export dtype (of fp32 masters, from config.dtype in convert)"] = (
+                self.export_dtype,
+                other.export_dtype,
+            )
+        found = [
             f"{what}: {_readable(mine)} against {_readable(theirs)}"
             for what, (mine, theirs) in pairs.items()
             if mine != theirs
         ]
+        apart = self.quantized_apart(other) if modules else ([], [])
+        if any(apart):
+            sides = " against ".join(_listed(shortened(names)) for names in reversed(apart))
+            found.append(f"in high precision where the other side quantizes (scope, include, exclude): {sides}")
+        return found
 
-    def require_same(self, other: Contract, who: str) -> None:
-        """Raise ValueError if weights made under ``other`` do not fit; says what differs."""
-        if found := self.differences(other):
+    def modules(self) -> set[str]:
+        """All modules with weights, as far as they are known."""
+        return {*expanded(self.quantized or ()), *expanded(self.high_precision or ())}
+
+    def quantized_apart(self, other: Contract) -> tuple[list[str], list[str]]:
+        """Modules that this side quantizes and ``other`` has in high precision, and the reverse; what both know."""
+        mine, theirs = (self.quantized, self.high_precision), (other.quantized, other.high_precision)
+        if None in (*mine, *theirs) or mine == theirs:
+            return [], []
+        (here, kept), (there, kept_there) = (
+            [dict.fromkeys(expanded(names or ())) for names in side] for side in (mine, theirs)
+        )
+        return [name for name in here if name in kept_there], [name for name in there if name in kept]
+
+    def require_same(self, other: Contract, who: str, *, export_dtype: bool = True, modules: bool = True) -> None:
+        """Raise ValueError if weights made under ``other`` do not fit; says what differs. See :meth:`differences`."""
+        if found := self.differences(other, export_dtype=export_dtype, modules=modules):
             raise ValueError(
                 f"{who}: another contract: {'; '.join(found)}; export or convert again with the same settings"
             )
@@ -191,10 +251,17 @@ def given_contract(given: Any, who: str) -> Contract:
     return given
 
 
-def _readable(value: Recipe | tuple[Any, ...]) -> str:
+def _readable(value: Recipe | torch.dtype | tuple[Any, ...]) -> str:
     if isinstance(value, Recipe):
         return value.value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return str([name if isinstance(name, str) else "/".join(name) for name in value])
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}" if names else "none"
 
 
 def _rollout(entry: Any, where: str) -> RolloutPolicy | None:
@@ -227,6 +294,17 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{where} must hold lists of strings, got {value!r}")
     return tuple(value)
+
+
+def _modules(value: Any, where: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = _names(value, where)
+    try:
+        expanded(names)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return names
 
 
 def _choice(kind: type[T], value: Any, where: str) -> T:

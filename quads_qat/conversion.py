@@ -200,10 +200,13 @@ def select(
     exclude: Sequence[str] = (),
     groups: Sequence[str] = (),
     only: Collection[str] | None = None,
+    export_dtype: torch.dtype | None = None,
 ) -> Conversion:
     """Decide for every module that holds weights; reads names, shapes and dtypes only (works on meta).
 
-    ``only`` names the modules to quantize and puts every rule aside: what a checkpoint holds is a fact.
+    ``only`` names the modules to quantize and puts every rule aside: what a checkpoint holds is a fact. So does
+    ``export_dtype``, what weights were cast to before they were quantized; None: their own dtype, or of fp32 masters
+    the config's.
     """
     check_patterns(include=include, exclude=exclude, groups=groups)
     owners = _owners(model)
@@ -222,7 +225,7 @@ def select(
         else:
             reason = None if name in only else "in high precision in the checkpoint"
         if reason is None:
-            _add_weights(conversion, name, module, _export_dtype(model), groups)
+            _add_weights(conversion, name, module, model, groups, export_dtype)
         else:
             elements = sum(p.numel() for p in module._parameters.values() if p is not None)
             conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
@@ -239,7 +242,12 @@ def select(
 
 
 def _add_weights(
-    conversion: Conversion, name: str, module: nn.Module, export_dtype: torch.dtype, groups: Sequence[str]
+    conversion: Conversion,
+    name: str,
+    module: nn.Module,
+    model: nn.Module,
+    groups: Sequence[str],
+    export_dtype: torch.dtype | None,
 ) -> None:
     layout = None if isinstance(module, nn.Linear) else layout_of(module)
     for parameter in ("weight",) if layout is None else layout.parameters:
@@ -248,7 +256,7 @@ def _add_weights(
         _check_weight(full, weight, layout)
         fmt = WeightFormat(
             recipe=conversion.recipe,
-            export_dtype=export_dtype if weight.dtype == torch.float32 else weight.dtype,
+            export_dtype=export_dtype or (_export_dtype(model) if weight.dtype == torch.float32 else weight.dtype),
             transposed=layout is not None and layout.transposed,
             # llm-compressor takes every stack apart first, and byte identity with it is that recipe's purpose
             per_expert=layout is not None and (layout.per_expert or conversion.recipe is Recipe.LLM_COMPRESSOR),
@@ -410,7 +418,10 @@ def _check_groups(conversion: Conversion, owners: dict[str, nn.Module], rules: S
 
 def _export_dtype(model: nn.Module) -> torch.dtype:
     """What fp32 masters are cast to: the config's dtype, bf16 if that is fp32 or unknown."""
-    dtype = getattr(getattr(model, "config", None), "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    return cast_of(getattr(getattr(model, "config", None), "dtype", None))
+
+
+def cast_of(dtype: Any) -> torch.dtype:
+    """What fp32 masters are cast to where the config has this dtype, or its name; bf16 if it is fp32 or unknown."""
+    name = str(dtype).removeprefix("torch.")
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.bfloat16)

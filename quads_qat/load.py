@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from quads_qat import checkpoint_io, dialects, names, ops
 from quads_qat.checkpoint_plan import Plan, cut, is_transposed_stack
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, require_kind
 from quads_qat.contract import Contract, RolloutPolicy, given_contract
+from quads_qat.conversion import Conversion
 from quads_qat.convert import install, install_packed
 from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part, shared_input_amax
 from quads_qat.scale_groups import activation_key
@@ -46,8 +48,9 @@ def load_rollout(
             what config.json records, else ALIGNED.
         weights_only: leave activations alone (W4A16 inference), whatever the checkpoint says.
         dtype: of what is not quantized; None: the config's.
-        contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe and
-            scale groups, and, where it names a rollout policy, that one (an explicit argument above stands for it).
+        contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe,
+            scale groups, export dtype and quantized modules, and, where it names a rollout policy, that one (an
+            explicit argument above stands for it).
         trust_remote_code: run the model code that the checkpoint brings, where transformers has none.
 
     Returns:
@@ -69,6 +72,7 @@ def load_rollout(
     )
     model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
+    require_same_modules(checkpoint, conversion, contract)
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
     for parameter, disks in by_parameter(plan).items():
@@ -130,15 +134,23 @@ def rollout_policy(
 
 
 def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> None:
-    """Raise ValueError if the weights were made with another recipe or other scale groups; activations never count."""
+    """Raise ValueError if the weights were made otherwise, as far as is recorded; activations never count."""
     contract = given_contract(given, str(checkpoint.reader.path))
     if checkpoint.contract is not None:
-        contract.require_same(checkpoint.contract, str(checkpoint.reader.path))
+        contract.require_same(checkpoint.contract, str(checkpoint.reader.path), modules=False)
     elif contract.recipe not in dialects.FOREIGN_RECIPES[checkpoint.dialect]:
         made = " or ".join(f"'{recipe}'" for recipe in dialects.FOREIGN_RECIPES[checkpoint.dialect])
         raise ValueError(
             f"{checkpoint.reader.path}: another contract: recipe: '{contract.recipe}' against {made} (others wrote it)"
         )
+
+
+def require_same_modules(checkpoint: Checkpoint, conversion: Conversion, given: Contract | str | Path | None) -> None:
+    """Raise ValueError if other modules are quantized than under the contract: of any checkpoint, recorded or not."""
+    if given is not None:
+        expected, here = given_contract(given, str(checkpoint.reader.path)), Contract.of_conversion(conversion)
+        found = replace(expected, quantized=here.quantized, high_precision=here.high_precision)
+        expected.require_same(found, str(checkpoint.reader.path))
 
 
 def load_model(
@@ -159,7 +171,8 @@ def load_model(
     if contract is not None:
         require_contract(checkpoint, contract)
     model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
-    _, plan = checkpoint.plan(model)
+    conversion, plan = checkpoint.plan(model)
+    require_same_modules(checkpoint, conversion, contract)
     for parameter, disks in by_parameter(plan).items():
         meta = model.get_parameter(parameter)
         value = torch.empty(meta.shape, dtype=meta.dtype)

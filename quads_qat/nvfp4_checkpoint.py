@@ -16,7 +16,7 @@ from quads_qat import checkpoint_io, dialects, names
 from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, SplitBias, cut, disk_plan
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY, Contract
-from quads_qat.conversion import Conversion, select
+from quads_qat.conversion import Conversion, cast_of, select
 from quads_qat.experts import layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
@@ -66,6 +66,14 @@ class Checkpoint:
     def foreign(self) -> bool:
         """Others wrote it: its recipe is known up to what decodes alike."""
         return self.contract is None
+
+    @property
+    def export_dtype(self) -> torch.dtype:
+        """What the weights were cast to before they were quantized; where nothing records it, config.json's dtype."""
+        if self.contract is not None and self.contract.export_dtype is not None:
+            return self.contract.export_dtype
+        config = self.reader.config
+        return cast_of(config.get("dtype") or config.get("torch_dtype"))
 
     def quantized(self) -> list[str]:
         """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, by the tensor names alone."""
@@ -132,7 +140,8 @@ class Checkpoint:
                 )
         rules = () if self.contract is None else self.contract.rules
         quantized = [m for m, found in present.items() if all(found)]
-        conversion = select(model, recipe=self.recipe, only=quantized, groups=rules)
+        dtype = self.export_dtype
+        conversion = select(model, recipe=self.recipe, only=quantized, groups=rules, export_dtype=dtype)
         if self.contract is not None:
             conversion.scope = self.contract.scope
         return conversion, disk_plan(model, conversion, self.dialect)

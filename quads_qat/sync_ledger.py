@@ -32,6 +32,8 @@ class Ledger:
         self.dialect: Dialect | None = None  # of the packed tensors, once a name has told
         self.filled: dict[str, int] = {}  # parameter -> elements, or packed tensors, that have come
         self.forms: dict[str, str] = {}  # scale group -> _PACKED or _HIGH_PRECISION
+        self.listed = set() if contract is None else contract.modules()
+        self.first: dict[str, str] = {}  # form -> the first name that came in it, of weights that come in either
         self.input_scales: dict[str, int] = {}  # quantized parameter -> activation scales that have come
 
     def enter(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> PackedTarget | list[Target]:
@@ -109,12 +111,22 @@ class Ledger:
                 f"update_weights: {name} is {form}, but other weights of its scale group {weight.group} came "
                 f"{self.forms[weight.group]}; they share one scale, so send all of them in one form"
             )
+        if form == _PACKED or any(weight.name in parts for parts in self.plan.parts.values()):
+            self.first.setdefault(form, name)
+        if len(self.first) > 1:
+            raise ValueError(
+                f"update_weights: {self.first[_HIGH_PRECISION]} is {_HIGH_PRECISION} where other weights are packed, "
+                f"like {self.first[_PACKED]}: its trainer does not quantize it, but this rollout would; give both "
+                "the same scope, include and exclude, or load the rollout from a new export of the trainer"
+            )
 
     def _require_told(self, name: str, weight: Weight, contract: Contract) -> None:
         """Refuse a weight in high precision if the contract says that it leaves out what the trainer multiplies by."""
         theirs, mine, widths = contract.scope, self.conversion.scope, list(Scope)
         if contract.weight_scale is not WeightScale.DYNAMIC:
             what = f"the trainer's scales are held ({contract.weight_scale})"
+        elif weight.module in self.listed:
+            return  # both contracts say which modules are quantized, and were compared
         elif not in_scope(weight.module, theirs) or widths.index(theirs) < widths.index(mine):
             what = f"the trainer quantizes scope '{theirs}', this rollout '{mine}'"
         else:

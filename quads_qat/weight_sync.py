@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 
 from quads_qat.config import Mode
 from quads_qat.contract import Contract, given_contract
-from quads_qat.conversion import conversion_of, require_unwrapped
+from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
 from quads_qat.linear import HELD_SCALES
 from quads_qat.sync_layers import Sync, SyncReport
 from quads_qat.sync_ledger import Ledger
@@ -82,9 +83,9 @@ def update_weights(
             any byte changes: a refusal leaves the rollout as it was.
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.
         contract: what the weights were made under (``contract_of(trainer)``; its ``to_json`` goes through any message).
-            Tensors do not say; another recipe or other scale groups than the rollout's are refused before any byte
-            changes; so are weights in high precision of a trainer that holds its scales, or has another scope (of an
-            iterator without metadata: when the first comes).
+            Tensors do not say; another recipe, other scale groups and other quantized modules than the rollout's are
+            refused before any byte changes; so are weights in high precision of a trainer that holds its scales (of an
+            iterator without metadata: when the first comes). Such weights are cast to the contract's export dtype.
 
     Returns:
         What was done.
@@ -123,13 +124,14 @@ def update_weights(
     require_unwrapped(root, "update_weights")
     made_under = None if contract is None else given_contract(contract, "update_weights")
     if made_under is not None:
-        Contract.of_conversion(conversion).require_same(made_under, "update_weights")
+        Contract.of_conversion(conversion).require_same(made_under, "update_weights", export_dtype=False)
     if conversion.sync.running:
         raise RuntimeError(
             "update_weights: another sync of this rollout is under way (in a thread, or in the generator that this one "
             "reads); let it finish first"
         )
     stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
+    conversion = _cast_as_told(conversion, made_under)
     announced = _check_ahead(lambda: Ledger(root, conversion, plan, made_under), named_tensors, metadata, strict=strict)
     if any(HELD_SCALES in entry for entry in getattr(named_tensors, "_metadata", {}).values()):
         warnings.warn(
@@ -165,6 +167,17 @@ def update_weights(
         state.running = False
     state.broken = before if report.missing else ""
     return report
+
+
+def _cast_as_told(conversion: Conversion, made_under: Contract | None) -> Conversion:
+    """Masters are cast as their trainer casts them, not as the rollout's own would have been."""
+    if made_under is None or made_under.export_dtype is None:
+        return conversion
+    weights = {
+        name: replace(weight, format=replace(weight.format, export_dtype=made_under.export_dtype))
+        for name, weight in conversion.weights.items()
+    }
+    return replace(conversion, weights=weights)
 
 
 def _stream_of(named_tensors: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ policies = st.builds(
     activation=st.builds(ActivationFormat, scale=st.sampled_from(ActivationScale), recipe=st.sampled_from(Recipe)),
     residual=residuals,
 )
+modules = st.lists(st.sampled_from(["a", "layers.0-1.q", "layers.3.q"]), unique=True).map(tuple)
 contracts = st.builds(
     Contract,
     recipe=st.sampled_from(Recipe),
@@ -50,6 +52,9 @@ contracts = st.builds(
     activations=st.sampled_from(["none", "observed", "given"]),
     weight_scale=st.sampled_from(WeightScale),
     rollout=st.none() | policies,
+    export_dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
+    quantized=st.none() | modules,
+    high_precision=st.none() | modules,
 )
 
 
@@ -89,7 +94,15 @@ def test_json_and_back(contract: Contract) -> None:
 @given(contracts, contracts)
 def test_only_weights_count(one: Contract, other: Contract) -> None:
     same = (one.recipe, one.fused, one.rules) == (other.recipe, other.fused, other.rules)
-    assert (one.differences(other) == []) == same
+    assert (one.differences(other, export_dtype=False, modules=False) == []) == same
+    dtypes, apart = {one.export_dtype, other.export_dtype} - {None}, False
+    if None not in (one.quantized, one.high_precision, other.quantized, other.high_precision):
+        pairs: Any = ((one.quantized, other.high_precision), (other.quantized, one.high_precision))
+        alike = (one.quantized, one.high_precision) == (other.quantized, other.high_precision)
+        apart = not alike and any(set(here) & set(there) for here, there in pairs)
+    assert (one.differences(other, modules=False) == []) == (same and len(dtypes) < 2)
+    assert (one.differences(other, export_dtype=False) == []) == (same and not apart)
+    assert one.differences(other) == [] or not (same and len(dtypes) < 2 and not apart)
 
 
 def test_every_way_to_write_a_checkpoint_writes_it(exported: Path, tmp_path: Path) -> None:
@@ -185,9 +198,20 @@ def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, min
     model, rollout = qq.convert(plain[0], "w4a16", scope=theirs), qq.convert(plain[1], "w4a4_residual", scope=mine)
     before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
     state: Any = model.state_dict()
+    refused = "update_weights: another contract: in high precision where the other "
+    if "all" not in (theirs, mine):  # here the same modules under two names
+        qq.update_weights(rollout, state, contract=contract_of(model))
+        return
+    lists = ["none against model.layers", "model.layers.* against none"]
+    with pytest.raises(ValueError, match=refused + f"side .*: {lists[theirs == 'all']}.*with the same") as error:
+        qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=contract_of(model))
+    assert "\n" not in str(error.value)
+    assert "mlp.experts" not in str(error.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
+    told = replace(contract_of(model), quantized=None, high_precision=None)  # an older record
     message = f"in high precision, .* the trainer quantizes scope '{theirs}', this rollout '{mine}', which .*; send"
     with pytest.raises(ValueError, match=message) as error:
-        qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=contract_of(model))
+        qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=told)
     assert "\n" not in str(error.value)
     if form == "a dict":
         assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
@@ -277,7 +301,10 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
         rf"has version {VERSION + 1}, .* up to {VERSION}; install a newer",
     ),
     "version of words": (lambda e: e | {"version": "1"}, "version must be a whole number from 1, got '1'"),
-    "unknown key": (lambda e: e | {"residuals": {}}, "quads_qat: unknown key 'residuals'; known are activations, re"),
+    "unknown key": (
+        lambda e: e | {"residuals": {}},
+        "quads_qat: unknown key 'residuals'; known are activations, export_",
+    ),
     "no recipe": (lambda e: {k: v for k, v in e.items() if k != "recipe"}, "names no recipe"),
     "recipe of a number": (lambda e: e | {"recipe": 4}, "quads_qat.recipe: Recipe: unknown value 4"),
     "scope": (lambda e: e | {"scope": "half"}, "quads_qat.scope: Scope: unknown value 'half'"),
@@ -286,6 +313,13 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fused of a number": (lambda e: e | {"scale_groups": {"fused": 1}}, "must be a list of lists of names, got 1"),
     "rules": (lambda e: e | {"scale_groups": {"rules": "x"}}, "scale_groups.rules must hold lists of strings, got 'x'"),
     "weight scale": (lambda e: e | {"weight_scale": "x"}, "quads_qat.weight_scale: WeightScale: unknown value 'x'"),
+    "export dtype": (
+        lambda e: e | {"export_dtype": "float8"},
+        "export_dtype must be one of bfloat16, float16, got 'fl",
+    ),
+    "export dtype of a list": (lambda e: e | {"export_dtype": []}, r"export_dtype must be one of .*, got \[\]"),
+    "quantized": (lambda e: e | {"quantized": "all"}, "quantized must hold lists of strings, got 'all'"),
+    "far too many": (lambda e: e | {"quantized": ["a.0-99999999999"]}, "quantized: more than 10,000,000 names"),
     "activations": (lambda e: e | {"activations": "many"}, "activations must be one of none, observed, given"),
     "rollout": (lambda e: e | {"rollout": 3}, "rollout must be a JSON object, got 3"),
     "fraction": (

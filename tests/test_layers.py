@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
             *("dialects", "engine_limits", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
             "required_tensors",
-            "record",
+            *("record", "name_ranges"),
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),

@@ -551,9 +551,12 @@ def test_inspection_finds_what_engines_would_mangle(checkpoint: Any, tmp_path: P
 
 def test_the_recipe_travels_in_the_config(checkpoint: Any) -> None:
     assert config(checkpoint("compressed-tensors"))["quads_qat"] == {
-        "version": 1,
+        "version": 2,
         "recipe": "aligned",
+        "export_dtype": "bfloat16",
         "scope": "all",
+        "quantized": [f"model.layers.0-1.{name}" for name in (*(f"self_attn.{x}_proj" for x in "qkvo"), "mlp.experts")],
+        "high_precision": ["model.embed_tokens", "model.layers.0-1.mlp.gate", "lm_head"],
         "trainer": "w4a16",
         "scale_groups": {"fused": [list(names) for names in FUSED_LINEARS], "rules": []},
         "activations": "observed",

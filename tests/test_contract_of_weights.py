@@ -1,0 +1,273 @@
+"""Contract under test: from which dtype weights are quantized, and which ones, is told and compared, never guessed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import config
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from weight_syncs import assert_same_state, state
+
+import quads_qat as qq
+from quads_qat.contract import Contract, contract_of
+from quads_qat.name_ranges import expanded, shortened
+
+O_PROJ = "model.layers.0-1.self_attn.o_proj"
+EXCLUDE: dict[str, Any] = {"exclude": ["*.o_proj"]}
+
+
+def trainer(masters: torch.dtype = torch.float32, export: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
+    """Of seed 1; fp32 masters of a config in ``export`` are what ``from_pretrained(dtype=torch.float32)`` never is."""
+    model: Any = tiny_model("qwen3_moe", seed=1).to(masters)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0009)  # in fp32 between the numbers of bf16
+    model.config.dtype = export
+    return qq.convert(model, "w4a16", **options)
+
+
+def rollout(dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
+    """Of seed 0."""
+    return qq.convert(tiny_model("qwen3_moe", seed=0).to(dtype), "w4a4_residual", **options)
+
+
+def quantized(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in state(model).items() if n.endswith(("qdata", "block_scale", "per_tensor_scale"))}
+
+
+@cache
+def checkpoint(directory: Path, export: torch.dtype, recipe: str) -> Path:
+    path = directory / f"{export}-{recipe}"
+    qq.export_checkpoint(trainer(export=export, recipe=recipe), path, dialect="modelopt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
+
+
+def without(path: Path, target: Path, *keys: str) -> Path:
+    """A copy that older versions wrote, or (the whole entry) others."""
+    shutil.copytree(path, target)
+    changed = config(path)
+    for key in keys:
+        if key == "quads_qat":
+            del changed[key]
+        else:
+            changed["quads_qat"] = {k: v for k, v in changed["quads_qat"].items() if k != key} | {"version": 1}
+    (target / "config.json").write_text(json.dumps(changed), "utf-8")
+    return target
+
+
+# --------------------------------------------------------------------------------------------------------- export dtype
+
+
+LOADS: dict[str, Callable[[Path, torch.dtype], Any]] = {
+    "load_rollout": lambda path, dtype: qq.load_rollout(path, dtype=dtype, weights_only=True),
+    "from_pretrained": lambda path, dtype: AutoModelForCausalLM.from_pretrained(path, dtype=dtype),
+}
+RECORDS = {"recorded": (), "an older record": ("export_dtype", "quantized", "high_precision"), "others": ("quads_qat",)}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("export", [torch.bfloat16, torch.float16])
+def test_masters_are_cast_as_the_checkpoint_was_whatever_dtype_the_rollout_has(
+    export: torch.dtype, dtype: torch.dtype, load: str, record: str, directory: Path, tmp_path: Path
+) -> None:
+    recipe = "modelopt" if record == "others" else "aligned"
+    path = without(checkpoint(directory, export, recipe), tmp_path / "out", *RECORDS[record])
+    model, mine, expected = trainer(export=export, recipe=recipe), LOADS[load](path, dtype), qq.load_rollout(path)
+    assert contract_of(mine).export_dtype == export
+    before = quantized(mine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.7)
+    qq.update_weights(expected, qq.export_weights(model, "modelopt"))
+    qq.update_weights(mine, model.state_dict())
+    assert_same_state(quantized(mine), quantized(expected))
+    assert any(
+        not torch.equal(before[name].view(torch.uint8), t.view(torch.uint8)) for name, t in quantized(mine).items()
+    )
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASTS = [
+    (masters, export, dtype)
+    for export in DTYPES[:2]
+    for masters in (torch.float32, export)
+    for dtype in DTYPES
+    if masters == torch.float32 or dtype in (masters, torch.float32)  # 16 bits never become 16 other bits
+]
+
+
+@pytest.mark.parametrize(("masters", "export", "dtype"), CASTS)
+def test_a_contract_tells_the_export_dtype(masters: torch.dtype, export: torch.dtype, dtype: torch.dtype) -> None:
+    model = trainer(masters, export)
+    told = Contract.from_json(json.loads(json.dumps(contract_of(model).to_json())), "the message")
+    assert told.export_dtype == export
+    expected, pairs, mapping = (rollout(d) for d in (torch.float32, dtype, dtype))
+    qq.update_weights(expected, qq.export_weights(model, "modelopt"), contract=told)
+    qq.update_weights(pairs, iter(model.state_dict().items()), contract=told)
+    qq.update_weights(mapping, model.state_dict(), contract=told)
+    assert_same_state(quantized(pairs), quantized(expected))
+    assert_same_state(quantized(mapping), quantized(expected))
+    if dtype == export:
+        assert qq.check_first_step(model, pairs).failed == []
+
+
+def test_another_export_dtype_is_refused_where_weights_are_those_of_a_file(directory: Path, tmp_path: Path) -> None:
+    path = checkpoint(directory, torch.float16, "aligned")
+    model = trainer()
+    for check in (
+        lambda: qq.load_rollout(path, contract=contract_of(model)),
+        lambda: qq.load_model(path, contract=contract_of(model)),
+        lambda: qq.verify(model, path),
+    ):
+        with pytest.raises(ValueError, match=r"another contract: export dtype .*: bfloat16 against float16; export or"):
+            check()
+    older = without(path, tmp_path / "older", "export_dtype")
+    assert contract_of(older).export_dtype is None
+    qq.load_rollout(older, contract=contract_of(model))  # nobody knows
+    assert contract_of(qq.load_rollout(path)).differences(contract_of(model)) == [
+        "export dtype (of fp32 masters, from config.dtype in convert): float16 against bfloat16"
+    ]
+
+
+def test_a_source_in_fp16_and_a_trainer_with_masters_in_fp32_differ(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", seed=1).half().save_pretrained(tmp_path / "source")
+    qq.quantize_checkpoint(tmp_path / "source", tmp_path / "ptq")
+    load = AutoModelForCausalLM.from_pretrained
+    model = qq.convert(load(tmp_path / "source", dtype=torch.float32), "w4a16")
+    with pytest.raises(ValueError, match=r"export dtype .*: bfloat16 against float16"):
+        contract_of(model).require_same(contract_of(tmp_path / "ptq"), "here")
+    again = load(tmp_path / "source", dtype=torch.float32)
+    again.config.dtype = torch.float16  # what the message says
+    assert qq.verify(qq.convert(again, "w4a16"), tmp_path / "ptq").ok
+
+
+# --------------------------------------------------------------------------------------------------- quantized modules
+
+
+STREAMS: dict[str, Callable[[nn.Module], Any]] = {
+    "state_dict": lambda model: (model.state_dict(), {}),
+    "pairs": lambda model: (iter(model.state_dict().items()), {}),
+    "packed": lambda model: (qq.export_weights(model, "modelopt"), {}),
+    "packed, with metadata": lambda model: (
+        qq.export_weights(model, "compressed-tensors"),
+        {"metadata": qq.export_metadata(model, "compressed-tensors")},
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    ("theirs", "mine", "said"),
+    [
+        (EXCLUDE, {}, f"none against {O_PROJ};"),
+        ({}, EXCLUDE, f"{O_PROJ} against none;"),
+        ({"include": ["lm_head"]}, {}, "lm_head against none;"),
+        ({"scope": "mlp"}, {}, r"none against model.layers.0-1.self_attn.q_proj, .*k_proj, .*v_proj and 1 more;"),
+    ],
+)
+def test_other_quantized_modules_are_refused_with_a_contract(
+    theirs: Any, mine: Any, said: str, stream: str, strict: bool
+) -> None:
+    model, target = trainer(**theirs), rollout(**mine)
+    before, (weights, options) = state(target), STREAMS[stream](model)
+    with pytest.raises(ValueError, match=f"update_weights: another contract: in high precision where .*: {said}") as e:
+        qq.update_weights(target, weights, contract=contract_of(model), strict=strict, **options)
+    assert "\n" not in str(e.value)
+    assert_same_state(state(target), before)  # which would raise after a sync that failed half-way
+    alike = rollout(**theirs)
+    weights, options = STREAMS[stream](model)
+    qq.update_weights(alike, weights, contract=contract_of(model), strict=strict, **options)
+    assert qq.check_first_step(model, alike).failed == []
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_loading_refuses_other_quantized_modules(record: str, directory: Path, tmp_path: Path) -> None:
+    recipe = "modelopt" if record == "others" else "aligned"
+    path = without(checkpoint(directory, torch.bfloat16, recipe), tmp_path / "out", *RECORDS[record])
+    for load in (qq.load_rollout, qq.load_model):
+        load(path, contract=contract_of(trainer(recipe=recipe)))
+        with pytest.raises(
+            ValueError, match=f"out: another contract: in high precision where .*: {O_PROJ} against none"
+        ):
+            load(path, contract=contract_of(trainer(recipe=recipe, **EXCLUDE)))
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("order", ["layer by layer", "packed last"])
+def test_a_stream_of_packed_weights_has_no_master_for_a_quantized_place(order: str, dialect: str) -> None:
+    """Without any contract: what is not packed beside packed weights is not quantized by its trainer."""
+    model, target = trainer(**EXCLUDE), rollout()
+    stream, metadata = list(qq.export_weights(model, dialect)), qq.export_metadata(model, dialect)
+    if order == "packed last":
+        stream.sort(key=lambda item: item[1].dtype != torch.bfloat16)
+    before, said = (
+        state(target),
+        r"o_proj.weight is in high precision where other weights are packed, like .*; give both",
+    )
+    ways: Any = (({"metadata": metadata}, iter(stream)), ({}, stream), ({"strict": False}, dict(stream)))
+    for options, weights in ways:
+        with pytest.raises(ValueError, match=f"{said} .*; nothing was changed"):
+            qq.update_weights(target, weights, **options)
+        assert_same_state(state(target), before)
+    with pytest.raises(ValueError, match=f"{said} .*; the rollout refuses to run"):
+        qq.update_weights(target, iter(stream))
+
+
+def test_what_a_contract_does_not_tell_is_not_refused() -> None:
+    """Older records, a stage of a pipeline, modules under other names; streams that bring a part."""
+    model, target = trainer(), rollout()
+    told, weights = contract_of(model), model.state_dict()
+    part = {name: tensor for name, tensor in weights.items() if ".layers.1." in name}
+    qq.update_weights(target, part, contract=told, strict=False)
+    stage = replace(told, quantized=shortened(n for n in expanded(told.quantized or ()) if ".layers.1." in n))
+    renamed = replace(told, quantized=tuple(f"language_model.{name}" for name in told.quantized or ()))
+    for known in (stage, renamed, replace(told, quantized=None), replace(told, high_precision=None)):
+        qq.update_weights(target, weights, contract=known)
+    assert qq.check_first_step(model, target).failed == []
+
+
+def test_the_first_step_compares_an_engine_by_its_contract() -> None:
+    model, other = trainer(), contract_of(rollout(**EXCLUDE))
+    report = qq.check_first_step(model, contract=other)
+    assert report.failed == ["contract"]
+    assert f": none against {O_PROJ}" in report.checks[0].found
+    packed = replace(contract_of(rollout(torch.float16)), export_dtype=torch.float16)
+    assert qq.check_first_step(model, contract=packed).failed == []  # what is sent packed was cast already
+
+
+# --------------------------------------------------------------------------------------------------------- short lists
+
+
+parts = st.sampled_from(["a", "b_1", "x-y", "", "007", "0", "1", "2", "3", "10"])
+
+
+@given(st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), max_size=40))
+def test_short_lists_hold_the_names(names: list[str]) -> None:
+    short = shortened(names)
+    assert sorted(expanded(short)) == sorted(set(names))
+    assert sorted(shortened(reversed(names))) == sorted(short)
+
+
+def test_lists_are_short() -> None:
+    names = [f"layers.{i}.experts.{j}.{p}" for i in range(61) for j in range(256) for p in ("up", "down")]
+    assert shortened(names) == ("layers.0-60.experts.0-255.up", "layers.0-60.experts.0-255.down")
+    assert expanded(shortened(names[:9])) == [*names[:9:2], *names[1:9:2]]
+    assert shortened(["a.3", "a.5", "a.4", "a.10"]) == ("a.3-5,10",)
