@@ -174,9 +174,16 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a group of two forms": (
         lambda: [
             (f"{Q}.weight", trainer().state_dict()[f"{Q}.weight"]),
-            *[p for p in packed() if p[0] != f"{Q}.weight"],
+            *[p for p in packed() if "layers.1.self_attn.k_proj" in p[0]],
         ],
         r"_proj\.weight.* is packed, but other weights of its scale group .* came in high precision",
+    ),
+    "a master among packed weights": (
+        lambda: [
+            *((n, t) for n, t in trainer().state_dict().items() if "layers.1.self_attn.o_proj" in n),
+            *[p for p in packed() if "layers.1.self_attn.o_proj" not in p[0]],
+        ],
+        r"o_proj\.weight is in high precision where other weights are packed, like .*; give both the same scope",
     ),
     "both names": (
         lambda: [*trainer().state_dict().items(), *((n, t) for n, t in on_disk(trainer()).items() if "expert" in n)],
