@@ -22,11 +22,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quads_qat.kernels.grouped_matmul import configuration as grouped_configuration
 from quads_qat.kernels.hopper import Hopper, options_of
-from quads_qat.kernels.matmul import Narrow, Wide, _options, configuration
+from quads_qat.kernels.matmul import _options
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 from quads_qat.kernels.native_matmul import native_kernel
+from quads_qat.kernels.tiles import Narrow, Wide, configuration, grouped_configuration
 
 OPERANDS = "*bf16 *bf16 *i32 *u8 *fp32 *fp32 *bf16 *i32 *bf16"
 LAUNCH = ("num_stages", "num_warps", "launch_pdl", "maxnreg")

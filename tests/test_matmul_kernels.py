@@ -23,8 +23,9 @@ from quads_qat.kernels import matmul as module
 from quads_qat.kernels.decode import to_tensor_core_order
 from quads_qat.kernels.grouped_matmul import grouped_matmul
 from quads_qat.kernels.hopper import Hopper, runs_on
-from quads_qat.kernels.matmul import Narrow, Wide, configuration, matmul
+from quads_qat.kernels.matmul import matmul
 from quads_qat.kernels.native_matmul import native_matmul
+from quads_qat.kernels.tiles import Narrow, Wide, configuration
 from quads_qat.qtensor import NVFP4Tensor
 
 pytestmark = pytest.mark.gpu

@@ -6,60 +6,22 @@ cost nothing. A grid covers the most tiles that any split of the rows can need; 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quads_qat.config import Recipe
 from quads_qat.kernels import hopper
-from quads_qat.kernels.decode import RUN
 from quads_qat.kernels.dequantize import dequantize
 from quads_qat.kernels.hopper import Hopper
 from quads_qat.kernels.launch import cdiv
-from quads_qat.kernels.matmul import Narrow, Wide, device_of, launch, launch_hopper, prepared
-
-MOST_MEAN_ROWS = 256
-
-
-@lru_cache(maxsize=4096)
-def configuration(
-    m: int, n: int, k: int, experts: int, terms: int, ordered: bool, on_hopper: bool = False
-) -> Narrow | Wide | Hopper | None:
-    """Tiles for m rows over ``experts`` experts with W [E, n, k]: by the mean number of rows of an expert.
-
-    None: decode all of W once, then multiply in bf16.
-    """
-    mean = cdiv(m, max(1, min(experts, m)))
-    if on_hopper and not ordered and (tiles := hopper.grouped_tiles(mean, k, terms)):
-        return tiles
-    if mean >= MOST_MEAN_ROWS and not ordered:
-        return None
-    columns = terms * mean
-    if not ordered and (k % RUN or columns <= 4):
-        return _narrow(m, k, experts, terms, columns)
-    stacked = terms == 2
-    if columns <= 8:
-        return Wide(128, 16, 8, 4, 3, 1, stacked) if k < 1024 else Wide(64, 16, 16, 4, 3, 1, stacked)
-    return Wide(128, 32, 8, 4, 3, 1, stacked) if columns <= 16 else Wide(128, 64, 8, 8, 3, 1, stacked)
-
-
-def _narrow(m: int, k: int, experts: int, terms: int, columns: int) -> Narrow:
-    if terms == 1 and m <= 16 and 2 * m <= experts:  # most experts have one row, if any: no program looks for others
-        if k < 1024:
-            return Narrow(32, 8, 8, 1, 4, 80, one_row=True)
-        return Narrow(16 if m <= 8 else 32, 8, 8, 2, 4, 80, one_row=True)
-    if terms == 2 and m <= 8:
-        return Narrow(32, 8, 8, 2, 4)
-    if columns <= 8:
-        return Narrow(32, 8, 16, 1, 2, 128 if terms == 1 and k % 256 == 0 else None)
-    return Narrow(32, 16, 16, 2, 3)
+from quads_qat.kernels.matmul import device_of, launch, launch_hopper, prepared
+from quads_qat.kernels.tiles import Narrow, Wide, grouped_configuration
 
 
 def takes_order(m: int, n: int, k: int, experts: int, terms: int) -> bool:
     """Whether :func:`grouped_matmul` of m rows wants them in tensor-core order, and would spend a pass on it."""
-    return isinstance(configuration(m, n, k, experts, terms, False), Wide)
+    return isinstance(grouped_configuration(m, n, k, experts, terms, False), Wide)
 
 
 def grouped_matmul(
@@ -90,7 +52,7 @@ def grouped_matmul(
         row_scale: [terms, M] float32 or None.
         ordered: K of the terms is in tensor-core order.
         dtype: of y; None: x's.
-        config: instead of ``configuration``'s, for tuning.
+        config: instead of ``tiles.grouped_configuration``'s, for tuning.
         assembly: decode with inline assembly; plain operations give the same bits.
 
     Returns:
@@ -103,10 +65,10 @@ def grouped_matmul(
         return y
     if config is None and x.is_cuda and row_scale is None and y.dtype == x.dtype:
         on_hopper = x.dtype == torch.bfloat16 and hopper.runs_on(x.device)
-        config = configuration(m, n, k, experts, terms, ordered, on_hopper)
+        config = grouped_configuration(m, n, k, experts, terms, ordered, on_hopper)
         if config is None:
             return _decode_and_multiply(x, second, qdata, block_scale, per_tensor_scale, ends, bias)
-    config = config or configuration(min(m, 64 * experts), n, k, experts, terms, ordered)
+    config = config or grouped_configuration(min(m, 64 * experts), n, k, experts, terms, ordered)
     assert config is not None
     x, second = prepared(x, second, config, ordered, device_of(x)[1])
     if isinstance(config, Hopper):

@@ -2,13 +2,11 @@
 
 Which of three roads is taken depends on the shape alone, by crossovers measured on an H200 (benchmarks/RESULTS.md):
 few rows *narrow*, some hundred rows *wide*, beyond that the weight is decoded once and cuBLAS multiplies. The bits of a
-row of y are the same for every number of rows that takes the same line of ``configuration``.
+row of y are the same for every number of rows that takes the same line of ``tiles.configuration``.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,137 +17,14 @@ from torch import Tensor
 from quads_qat.config import Recipe
 from quads_qat.kernels import hopper
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.decode import RUN, to_tensor_core_order
+from quads_qat.kernels.decode import to_tensor_core_order
 from quads_qat.kernels.dequantize import dequantize
 from quads_qat.kernels.hopper import Hopper
 from quads_qat.kernels.launch import cdiv, next_power_of_2, scale_pointer
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
+from quads_qat.kernels.tiles import Narrow, Wide, configuration
 
-
-@dataclass(frozen=True)
-class Narrow:
-    """Tiles of the narrow kernel.
-
-    Attributes:
-        rows: of W.
-        columns: terms times rows of x.
-        blocks: a warp and step.
-        slices: of K, one a warp.
-        stages: of loads in flight.
-        registers: the most a thread may use, so that more programs fit; None: as many as it likes.
-        one_row: of one term, in all columns.
-    """
-
-    rows: int
-    columns: int
-    blocks: int
-    slices: int
-    stages: int
-    registers: int | None = None
-    one_row: bool = False
-
-    def height(self, terms: int) -> int:
-        """Rows of y."""
-        return 1 if self.one_row else self.columns // terms
-
-
-@dataclass(frozen=True)
-class Wide:
-    """Tiles of the wide kernel.
-
-    Attributes:
-        rows: of W.
-        columns: rows of x, of both terms where they are stacked.
-        blocks: a step.
-        warps: 64 rows of W have 4 or 8.
-        stages: of loads in flight.
-        splits: programs that share a tile.
-        stacked: two terms are the halves of one tile of x.
-    """
-
-    rows: int
-    columns: int
-    blocks: int
-    warps: int
-    stages: int
-    splits: int
-    stacked: bool = False
-
-    def height(self, terms: int) -> int:
-        """Rows of y."""
-        return self.columns // 2 if self.stacked else self.columns
-
-
-MOST_NARROW_COLUMNS = 16
-MOST_STACKED_COLUMNS = 128
-_WORTH_A_PASS = 1 << 24  # weights, from which up to 16 rows gain by the wide kernel what ordering them costs
 _ROWS_OF_ONE_PRODUCT = 4096  # with fewer, to write W twice costs more than to add fp32 results
-
-
-@lru_cache(maxsize=4096)
-def configuration(
-    m: int, n: int, k: int, terms: int, processors: int, ordered: bool, on_hopper: bool = False
-) -> Narrow | Wide | Hopper | None:
-    """Which kernel multiplies m rows in ``terms`` terms with W [n, k], and its tiles; None: decode once, then cuBLAS.
-
-    ``ordered``: x is in tensor-core order already, which only the wide kernel takes. ``on_hopper``: its kernel can run.
-    """
-    if on_hopper and not ordered and (tiles := hopper.dense_tiles(m, n, k, terms, processors)):
-        return tiles
-    columns = m * terms
-    # two terms come from a kernel that stores them in any order, one may have to be ordered for the wide kernel
-    stays = columns <= 8 or k % RUN or (terms == 1 and n * k < _WORTH_A_PASS)
-    if columns <= MOST_NARROW_COLUMNS and stays and not ordered:
-        return _narrow(columns, n)
-    most = 256 if n * k >= 1 << 25 else 128 if n * k >= 1 << 24 else 64
-    if k % RUN or (m > most and not ordered):
-        return None
-    return _wide(m, n, k, terms, processors)
-
-
-# Columns up to -> rows of W up to -> tiles. Small W need many programs, large ones few instructions a weight.
-_NARROW = {
-    1: {
-        4096: Narrow(16, 8, 16, 4, 4, 80, one_row=True),
-        12288: Narrow(16, 8, 16, 2, 4, one_row=True),
-        math.inf: Narrow(16, 8, 32, 2, 3, one_row=True),
-    },
-    8: {
-        2048: Narrow(16, 8, 16, 4, 4),
-        4096: Narrow(32, 8, 16, 4, 3),
-        16384: Narrow(32, 8, 16, 2, 4, 128),
-        math.inf: Narrow(32, 8, 8, 4, 3),
-    },
-    16: {2048: Narrow(16, 16, 32, 4, 2), math.inf: Narrow(32, 16, 16, 2, 3)},
-}
-
-
-def _narrow(columns: int, n: int) -> Narrow:
-    by_rows = next(table for most, table in _NARROW.items() if columns <= most)
-    return next(tiles for most, tiles in by_rows.items() if n <= most)
-
-
-def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
-    stacked = terms == 2 and 2 * m <= MOST_STACKED_COLUMNS
-    columns = max(16, next_power_of_2(2 * m if stacked else m))
-    columns = min(columns, 256 if terms == 1 else 128)
-    accumulated = columns if stacked else columns * terms
-    small, large = n < 4096 or (n < 8192 and k <= 4096), n > 16384
-    rows, blocks, warps, programs = 128, 8, 8, 1  # programs a multiprocessor, by which K is split
-    if columns == 16:
-        rows, blocks, warps = 64, 16, 4
-    elif small and accumulated <= 128:
-        rows, blocks, warps = 64, 16 if accumulated <= 64 else 8, 4
-    elif accumulated == 32:
-        blocks, warps, programs = 16, 4 if stacked or large else 8, 2 if stacked else 1
-    elif accumulated == 64 and (stacked or large):
-        programs = 2
-    elif accumulated <= 128:
-        rows, warps, programs = 64, 4, 2
-    tiles = cdiv(n, rows) * cdiv(2 * m if stacked else m, columns)
-    splits = (4 if tiles <= processors else 2) if columns == 16 else programs * processors // tiles
-    splits = min(splits, cdiv(k // 16, blocks))
-    return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
 
 @lru_cache(maxsize=64)
@@ -233,7 +108,7 @@ def matmul(
         ordered: K of the terms is in tensor-core order (``decode.to_tensor_core_order``).
         recipe: of W. ALIGNED's scale is a power of two.
         dtype: of y; None: x's.
-        config: instead of ``configuration``'s, for tuning.
+        config: instead of ``tiles.configuration``'s, for tuning.
         assembly: decode with inline assembly; plain operations give the same bits.
 
     Returns:
