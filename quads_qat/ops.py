@@ -296,7 +296,7 @@ def linear_w4a16(
     """``x @ dequantize(weight).T + bias`` in x's dtype: x [..., K], weight [N, K] -> [..., N]. Weight-only.
 
     Backends differ in the order of the fp32 sum. On a GPU it is fixed, so that the same call gives the same bits, and
-    a row's bits do not depend on other rows or, within a line of ``kernels.matmul.configuration``, on how many.
+    a row's bits do not depend on other rows or, within a line of ``kernels.tiles.configuration``, on how many.
     """
     checks.check_gemm("linear_w4a16", x, weight)
     if _resolve(backend, x) == "triton":
