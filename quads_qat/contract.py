@@ -36,7 +36,7 @@ from torch import nn
 from quads_qat.checkpoint_io import read_json
 from quads_qat.config import ActivationFormat, ActivationScale, Mode, Recipe, ResidualConfig, Scope, WeightScale
 from quads_qat.conversion import Conversion, conversion_of
-from quads_qat.name_ranges import expanded, shortened
+from quads_qat.name_ranges import expanded, listed, shortened
 from quads_qat.scale_groups import FUSED_LINEARS
 
 KEY = "quads_qat"
@@ -213,7 +213,7 @@ class Contract:
         ]
         apart = self.quantized_apart(other) if modules else ([], [])
         if any(apart):
-            sides = " against ".join(_listed(shortened(names)) for names in reversed(apart))
+            sides = " against ".join(listed(shortened(names)) or "none" for names in reversed(apart))
             found.append(f"in high precision where the other side quantizes (scope, include, exclude): {sides}")
         return found
 
@@ -257,11 +257,6 @@ def _readable(value: Recipe | torch.dtype | tuple[Any, ...]) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str([name if isinstance(name, str) else "/".join(name) for name in value])
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}" if names else "none"
 
 
 def _rollout(entry: Any, where: str) -> RolloutPolicy | None:

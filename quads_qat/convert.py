@@ -149,6 +149,7 @@ def convert(
         if fresh:
             _refuse_fused_mamba(root, conversion)
             conversion.schedule = schedule or Schedule()
+            conversion.full_precision.start_step = conversion.schedule.start_step
             conversion.full_precision.delayed = conversion.schedule.start_step > 0
             install(root, conversion)
         _set_trainer_mode(root, conversion, mode, activation)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quads_qat import adapters, autograd, sharding
 from quads_qat.adapters import Factors
 from quads_qat.config import ActivationFormat, WeightFormat
-from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype, tell_held_scales
+from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype, tell_trainer
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
 
@@ -149,7 +149,8 @@ class W4A16Experts(StandsFor):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        tell_held_scales(destination, prefix, self.scale_groups.values())
+        groups, formats = self.scale_groups.values(), self.weight_formats.values()
+        tell_trainer(destination, prefix, groups, formats, self.full_precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original module's arguments and result."""

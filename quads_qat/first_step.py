@@ -20,6 +20,7 @@ from quads_qat.conversion import Conversion, conversion_of
 from quads_qat.diagnose import GapStats, gap_stats
 from quads_qat.first_step_report import Check, FirstStepReport, GapLimits
 from quads_qat.received import Comparison, compare_received, compare_rollout
+from quads_qat.schedule import not_started
 from quads_qat.token_log_probs import best_form, best_reading, best_shift, token_log_probs
 from quads_qat.weight_stream import ActivationScales
 
@@ -89,6 +90,8 @@ def check_first_step(
     _check_shapes(input_ids, logp_rollout, logp_trainer, mask, attention_mask)
     checks = [_contract(conversion, rollout, contract)]
     checks += _weights(trainer, rollout, received, activations, same_contract=checks[0].passed is not False)
+    if conversion.full_precision.delayed and checks[-1].passed:
+        checks[-1] = _before_start(checks[-1], conversion.schedule.start_step)
     tokens = _Tokens(input_ids, attention_mask, mask, temperature, limits or GapLimits())
     checks.append(_rollout_log_probs(tokens, trainer, rollout, logp_rollout, logp_trainer))
     checks.append(_trainer_log_probs(tokens, trainer, logp_trainer))
@@ -175,6 +178,16 @@ def _weights(
             )
         coverage = Check("coverage", False, seen, way_out)
     return [coverage, _compared(found, same_contract=same_contract)]
+
+
+def _before_start(weights: Check, start_step: int) -> Check:
+    """What forwards multiply by is not what was found equal."""
+    return Check(
+        weights.name,
+        False,
+        f"{weights.found}; but {not_started(start_step)}",
+        "check again when it has started; until then the rollout multiplies by other weights than the trainer",
+    )
 
 
 def _compared(found: Comparison, *, same_contract: bool) -> Check:

@@ -60,6 +60,7 @@ class FullPrecision:
 
     active: int = 0  #: contexts that are open: they may overlap, in threads or generators
     entered_with_grad: int = 0  #: of these, opened while gradients were on
+    start_step: int = 0  #: of the ``Schedule``
     delayed: bool = False  #: until ``Schedule.start_step``; ``step`` alone changes it, so a recompute sees the same
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,15 +166,26 @@ def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: W
     )
 
 
-HELD_SCALES = "quads_qat_held_scales"
-"""Key in the metadata of a state_dict, beside its tensors: their scales are held, which they do not tell."""
+TRAINER = "quads_qat_trainer"
+"""Key in the metadata of a state_dict, beside the tensors of a module that is quantized: what they do not tell."""
 
 
-def tell_held_scales(destination: dict[str, Any], prefix: str, groups: Iterable[ScaleGroup]) -> None:
-    """Note in a state_dict that is being made if a group of this module's weights holds its scales."""
+def tell_trainer(
+    destination: dict[str, Any],
+    prefix: str,
+    groups: Iterable[ScaleGroup],
+    formats: Iterable[WeightFormat],
+    switch: FullPrecision,
+) -> None:
+    """Note in a state_dict that is being made that a module's weights are quantized, and from what."""
     metadata = getattr(destination, "_metadata", None)
-    if metadata is not None and any(group.held is not None for group in groups):
-        metadata[prefix.removesuffix(".")][HELD_SCALES] = True
+    if metadata is not None:
+        dtype = next(iter(formats)).export_dtype
+        metadata[prefix.removesuffix(".")][TRAINER] = {
+            "export_dtype": str(dtype).removeprefix("torch."),
+            "held": any(group.held is not None for group in groups),
+            "start_step": switch.start_step if switch.delayed else 0,
+        }
 
 
 class W4A16Linear(nn.Linear):
@@ -198,7 +210,7 @@ class W4A16Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        tell_held_scales(destination, prefix, [self.scale_group])
+        tell_trainer(destination, prefix, [self.scale_group], [self.weight_format], self.full_precision)
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] -> [..., N]."""

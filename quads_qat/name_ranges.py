@@ -52,6 +52,11 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def listed(short: tuple[str, ...]) -> str:
+    """The first three of them, and how many more there are, for a message; "" if there are none."""
+    return ", ".join(short[:3]) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
+
+
 def expanded(short: Collection[str]) -> list[str]:
     """Undo :func:`shortened`.
 

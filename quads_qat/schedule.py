@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     Cuts = tuple[tuple[DeviceMesh, int], ...]
 
 
+def not_started(start_step: int) -> str:
+    """That forwards do not quantize yet: the start of what all say who compare or send quantized weights."""
+    return (
+        f"fake quantization starts at step {start_step} of the schedule; until then the trainer multiplies by its "
+        "master weights"
+    )
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What ``step`` did and saw.

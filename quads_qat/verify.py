@@ -25,7 +25,7 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
 from quads_qat.scale_groups import activation_key, whole
 from quads_qat.verify_config import announcement_differences, as_config, model_differences
-from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales, rest_in_memory
+from quads_qat.weight_stream import CACHE_SCALES, export_rest, input_scales, rest_in_memory, warn_before_start
 
 
 class VerificationError(ValueError):
@@ -91,10 +91,14 @@ def verify(model: nn.Module, path: str | Path) -> Report:
 
     Raises:
         VerificationError: names the first tensor that differs.
-        ValueError: the checkpoint was made with another recipe, or cannot be read.
+        ValueError: the checkpoint was made with another recipe or from another dtype, or cannot be read.
+
+    Warns:
+        UserWarning: forwards do not quantize yet (``Schedule.start_step``): equal is what they will multiply by.
     """
     with sharding.together("verify", model, "nothing was compared"):  # each reads the files for itself
         root, conversion, checkpoint = _opened(model, path)
+    warn_before_start(conversion, "verify", "compares")
     plan = disk_plan(root, conversion, checkpoint.dialect)
     expected = {disk.name for disk in plan.weights}
     extra = checkpoint.quantized_as(expected) - expected

@@ -29,6 +29,7 @@ from quads_qat.conversion import Conversion, Weight, conversion_of, require_same
 from quads_qat.convert import amax_of_group, quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import activation_key, whole
+from quads_qat.schedule import not_started
 
 ActivationScales = str | Mapping[str, Any]
 
@@ -159,14 +160,11 @@ def _dialect_or_none(dialect: Dialect | str) -> Dialect | None:
         raise ValueError(f"{error}, {DEQUANTIZED}") from None
 
 
-def warn_before_start(conversion: Conversion, who: str) -> None:
+def warn_before_start(conversion: Conversion, who: str, does: str = "gives") -> None:
     """Warn the caller of ``who`` if forwards do not quantize yet."""
     if conversion.full_precision.delayed:
-        warnings.warn(
-            f"{who}: fake quantization starts at step {conversion.schedule.start_step} of the schedule; until then the "
-            "trainer multiplies by its master weights, and this gives quantized ones",
-            stacklevel=3,
-        )
+        started = not_started(conversion.schedule.start_step)
+        warnings.warn(f"{who}: {started}, and this {does} quantized ones", stacklevel=3)
 
 
 def _refuse_two_names(root: nn.Module, conversion: Conversion, who: str) -> None:

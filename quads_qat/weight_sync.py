@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,11 @@ from torch import Tensor, nn
 
 from quads_qat.config import Mode
 from quads_qat.contract import Contract, given_contract
-from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
-from quads_qat.linear import HELD_SCALES
+from quads_qat.conversion import conversion_of, require_unwrapped
 from quads_qat.sync_layers import Sync, SyncReport
 from quads_qat.sync_ledger import Ledger
 from quads_qat.sync_plan import Layout, sync_plan
+from quads_qat.sync_told import cast_as_told, notes_of, objections
 
 _STREAMS = "pass quads_qat.export_weights(trainer, 'modelopt') or trainer.state_dict()"
 
@@ -76,9 +75,10 @@ def update_weights(
             (``export_weights``), or tensors in high precision, in checkpoint names or the model's own
             (``trainer.state_dict()``). The latter are quantized on arrival with the rollout's recipe and scale
             groups, whose members wait for each other: the bits are those that ``export_weights`` gives, unless the
-            trainer holds its scales (``Schedule``: frozen, ema), which masters do not tell. Sharded ones (DTensor) are
-            gathered. Of a dict, a list or the like all names, dtypes and shapes are checked before any byte changes;
-            of an iterator as they come, unless its metadata are given.
+            trainer holds its scales (``Schedule``: frozen, ema), which masters do not tell. What fp32 masters are cast
+            to first is told by a contract, by a ``state_dict()`` itself, or else by what the rollout was made from.
+            Sharded ones (DTensor) are gathered. Of a dict, a list or the like all names, dtypes and shapes are checked
+            before any byte changes; of an iterator as they come, unless its metadata are given.
         metadata: (name, dtype, shape) of what an iterator will bring (``export_metadata``). All of it is checked before
             any byte changes: a refusal leaves the rollout as it was.
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.
@@ -99,7 +99,8 @@ def update_weights(
             the rollout is as it was.
 
     Warns:
-        UserWarning: the ``state_dict()`` of a trainer that holds its scales, as far as it came as it was made.
+        UserWarning: the ``state_dict()`` of a trainer that holds its scales, quantizes other modules than the rollout,
+            or does not quantize yet (``Schedule.start_step``), as far as it came as it was made.
 
     Activation scales that come along replace the static ones; a scale of a rollout that uses none is ignored, and so
     are scales of KV caches. Static residual masks stay as they are: they depend on activations, not on weights. They
@@ -131,15 +132,11 @@ def update_weights(
             "reads); let it finish first"
         )
     stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
-    conversion = _cast_as_told(conversion, made_under)
+    notes = notes_of(named_tensors)
+    conversion = cast_as_told(conversion, made_under, notes)
     announced = _check_ahead(lambda: Ledger(root, conversion, plan, made_under), named_tensors, metadata, strict=strict)
-    if any(HELD_SCALES in entry for entry in getattr(named_tensors, "_metadata", {}).values()):
-        warnings.warn(
-            "update_weights: this state_dict is of a trainer that holds its scales (Schedule: frozen, ema), which "
-            "masters do not tell: this rollout makes scales of its own and multiplies by other weights than the "
-            "trainer; send quads_qat.export_weights(trainer, ...)",
-            stacklevel=2,
-        )
+    for objection in objections(named_tensors, notes, conversion):
+        warnings.warn(objection, stacklevel=2)
     state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True
     try:
@@ -167,17 +164,6 @@ def update_weights(
         state.running = False
     state.broken = before if report.missing else ""
     return report
-
-
-def _cast_as_told(conversion: Conversion, made_under: Contract | None) -> Conversion:
-    """Masters are cast as their trainer casts them, not as the rollout's own would have been."""
-    if made_under is None or made_under.export_dtype is None:
-        return conversion
-    weights = {
-        name: replace(weight, format=replace(weight.format, export_dtype=made_under.export_dtype))
-        for name, weight in conversion.weights.items()
-    }
-    return replace(conversion, weights=weights)
 
 
 def _stream_of(named_tensors: Any) -> Iterator[Any]:

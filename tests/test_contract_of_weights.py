@@ -253,6 +253,40 @@ def test_the_first_step_compares_an_engine_by_its_contract() -> None:
     assert qq.check_first_step(model, contract=packed).failed == []  # what is sent packed was cast already
 
 
+@pytest.mark.parametrize(
+    ("theirs", "mine", "said"),
+    [
+        (EXCLUDE, {}, f"does not quantize {O_PROJ}, which this rollout does; give both"),
+        ({}, EXCLUDE, f"quantizes {O_PROJ}, which this rollout does not; give both"),
+        ({"include": ["lm_head"]}, {}, "quantizes lm_head, which this rollout does not; give both"),
+    ],
+)
+def test_a_state_dict_warns_of_other_quantized_modules(
+    theirs: Any, mine: Any, said: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, target = trainer(**theirs), rollout(**mine)
+    told: Any = model.state_dict()
+    torch.save(told, tmp_path / "state.pt")
+    for weights in (told, torch.load(tmp_path / "state.pt")):
+        with pytest.warns(UserWarning, match=f"update_weights: this state_dict is of a trainer that {said}") as warned:
+            qq.update_weights(target, weights)
+        assert [warning.filename for warning in warned] == [__file__]
+    recwarn.clear()
+    qq.update_weights(rollout(**theirs), told)
+    qq.update_weights(target, dict(told))  # tells nothing
+    qq.update_weights(target, qq.revert(model).state_dict())  # of a plain model
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("export", [torch.bfloat16, torch.float16])
+def test_a_state_dict_tells_the_export_dtype(export: torch.dtype, dtype: torch.dtype) -> None:
+    model, mine, expected = trainer(export=export), rollout(dtype), rollout(torch.float32)
+    qq.update_weights(mine, model.state_dict())
+    qq.update_weights(expected, qq.export_weights(model, "modelopt"))
+    assert_same_state(quantized(mine), quantized(expected))
+
+
 # --------------------------------------------------------------------------------------------------------- short lists
 
 

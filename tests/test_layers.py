@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "verify",
                 "verify_config",
             ),
-            *("sync_plan", "sync_ledger", "sync_layers", "state", "buckets"),
+            *("sync_plan", "sync_ledger", "sync_layers", "sync_told", "state", "buckets"),
             *("quantize", "activation_scales"),
             *("first_step", "first_step_report", "received", "token_log_probs"),
         ),

@@ -377,3 +377,32 @@ def test_an_export_before_the_start_warns_and_a_report_prints_in_a_line():
         warnings.simplefilter("error")
         qq.export_metadata(model, "modelopt")  # is for before a run
     assert "0.weight" not in repr(qq.step(model, track_codes=True))
+
+
+@pytest.mark.parametrize("what", ["verify", "state_dict", "check_first_step"])
+def test_whoever_compares_or_takes_weights_before_the_start_says_so(what: str, tmp_path: Path):
+    model = qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=qq.Schedule(start_step=1))
+    rollout = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual")
+    qq.export_checkpoint(qq.convert(tiny_model("qwen3_moe"), "w4a16"), tmp_path / "out", dialect="modelopt")
+    started = "fake quantization starts at step 1 of the schedule; until then the trainer multiplies by its master"
+
+    def act() -> Any:
+        if what == "verify":
+            return qq.verify(model, tmp_path / "out")
+        if what == "state_dict":
+            return qq.update_weights(rollout, model.state_dict(), contract=qq.contract_of(model))
+        return qq.check_first_step(model, rollout)
+
+    if what == "check_first_step":
+        report = act()
+        assert report.failed == ["weights"]
+        assert report.checks[2].found.endswith(f"equal, bit for bit; but {started} weights")
+    else:
+        with pytest.warns(UserWarning, match=started) as said:
+            act()
+        assert [warning.filename for warning in said] == [__file__]
+    qq.step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = act()
+    assert what != "check_first_step" or done.failed == []

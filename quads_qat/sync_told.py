@@ -1,0 +1,69 @@
+"""What a weight sync is told of its trainer beside the tensors: by a contract, and by the metadata of a state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quads_qat.contract import Contract
+from quads_qat.conversion import Conversion
+from quads_qat.linear import TRAINER
+from quads_qat.name_ranges import listed, shortened
+from quads_qat.schedule import not_started
+
+_MASTERS = "update_weights: this state_dict is of a trainer that"
+
+
+def notes_of(named_tensors: Any) -> dict[str, dict[str, Any]]:
+    """Module -> what its trainer noted in a state_dict; {} of anything else, and of a plain model's."""
+    metadata = getattr(named_tensors, "_metadata", None) or {}
+    return {module: entry[TRAINER] for module, entry in metadata.items() if TRAINER in entry}
+
+
+def cast_as_told(
+    conversion: Conversion, contract: Contract | None, notes: Mapping[str, Mapping[str, Any]]
+) -> Conversion:
+    """A rollout's record with which masters are cast as their trainer casts them, where that is told.
+
+    Weights that are packed were cast already.
+    """
+    told = {getattr(torch, note["export_dtype"]) for note in notes.values()}
+    if contract is not None and contract.export_dtype is not None:
+        told = {contract.export_dtype}
+    if len(told) != 1:
+        return conversion
+    (dtype,) = told
+    formats = {name: replace(weight.format, export_dtype=dtype) for name, weight in conversion.weights.items()}
+    weights = {name: replace(weight, format=formats[name]) for name, weight in conversion.weights.items()}
+    return replace(conversion, weights=weights)
+
+
+def objections(named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conversion: Conversion) -> list[str]:
+    """Why a rollout that takes these masters will not multiply by what their trainer multiplies by, as far as noted."""
+    if not notes:
+        return []
+    found = []
+    if any(note["held"] for note in notes.values()):
+        found.append(
+            f"{_MASTERS} holds its scales (Schedule: frozen, ema), which masters do not tell: this rollout makes "
+            "scales of its own and multiplies by other weights than the trainer; send "
+            "quads_qat.export_weights(trainer, ...)"
+        )
+    if start := max(note["start_step"] for note in notes.values()):
+        found.append(f"update_weights: {not_started(start)}, and this rollout by quantized ones")
+    quantized = dict.fromkeys(weight.module for weight in conversion.weights.values())
+    high = [skipped.module for skipped in conversion.skipped]
+    theirs, mine = (
+        shortened(name for name in quantized if name in named_tensors._metadata and name not in notes),
+        shortened(name for name in high if name in notes),
+    )
+    for names, does, other in ((theirs, "does not quantize", "does"), (mine, "quantizes", "does not")):
+        if names:
+            found.append(
+                f"{_MASTERS} {does} {listed(names)}, which this rollout {other}; give both the same scope, include and "
+                "exclude, or load the rollout from a new export of the trainer"
+            )
+    return found
