@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quads_qat import ops, sharding
+from quads_qat import checks, ops, sharding
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
@@ -45,10 +45,15 @@ def amax_of(group: ScaleGroup, fmt: WeightFormat) -> Tensor:
     return sharding.part_of_first_dim(group.held.to(weights[0].device), weights[0]).to(fmt.export_dtype)
 
 
-def weight_codes(weight: Tensor, amax: Tensor, fmt: WeightFormat, *, check_finite: bool | None = None) -> NVFP4Tensor:
-    """Codes and scales of a weight (of this rank's shard), blocks along the last dim. No gradient."""
+def weight_codes(weight: Tensor, amax: Tensor, fmt: WeightFormat, *, check_finite: bool = True) -> NVFP4Tensor:
+    """Codes and scales of a weight (of this rank's shard), blocks along the last dim. No gradient.
+
+    ``check_finite``: raise on NaN and inf, on a CPU; unchecked, their blocks become NaN.
+    """
     view = _export_view(sharding.local(weight), fmt)
-    return ops.quantize(view, tensor_amax=amax, recipe=fmt.recipe, check_finite=check_finite)
+    if check_finite:
+        _look("quantize", view)
+    return ops.quantize(view, tensor_amax=amax, recipe=fmt.recipe, check_finite=False)
 
 
 def fake_quantize_weight(
@@ -64,7 +69,9 @@ def fake_quantize_weight(
         if codes is not None:
             return _oriented(ops.dequantize(codes, dtype), fmt)
         oriented = _export_view(w, fmt)
-        return _oriented(ops.fake_quantize(oriented, tensor_amax=amax, recipe=fmt.recipe, dtype=dtype), fmt)
+        _look("fake_quantize", oriented)
+        options: dict[str, Any] = {"recipe": fmt.recipe, "dtype": dtype, "check_finite": False}
+        return _oriented(ops.fake_quantize(oriented, tensor_amax=amax, **options), fmt)
 
     return sharding.on_shards(weight, quantize)
 
@@ -114,10 +121,17 @@ def _oriented(quantized: Tensor, fmt: WeightFormat) -> Tensor:
     return quantized.transpose(-1, -2).contiguous() if fmt.transposed else quantized
 
 
+def _look(who: str, weight: Tensor) -> None:
+    if checks.can_look(weight):
+        checks.require_finite(who, weight, "the weight", checks.OF_A_WEIGHT)
+
+
 def fake_quantize_activation(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None = None) -> Tensor:
     """``Q(x)`` for x [..., K] with the amax per token, per tensor, or given (static). No gradient."""
+    if checks.can_look(x):
+        checks.require_finite("fake_quantize", x, "the input", checks.OF_AN_INPUT)
     amax = activation_amax(x, fmt, static_amax)
-    return ops.fake_quantize(x, tensor_amax=amax, recipe=fmt.recipe)
+    return ops.fake_quantize(x, tensor_amax=amax, recipe=fmt.recipe, check_finite=False)
 
 
 def activation_amax(x: Tensor, fmt: ActivationFormat, static_amax: Tensor | None = None) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,8 @@ from quads_qat import formats
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, ResidualScope, require_kind
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
+
+T = TypeVar("T")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -126,17 +131,36 @@ def can_look(x: Tensor) -> bool:
     )
 
 
-def require_finite(who: str, x: Tensor) -> None:
-    """Raise ValueError if ``x`` holds NaN or inf; syncs on a GPU."""
+class NotFiniteError(ValueError):
+    """A tensor holds NaN or inf."""
+
+
+OF_A_WEIGHT = "go back to a checkpoint without them, and find the step that made them"
+OF_AN_INPUT = "find the layer before that made them"
+
+
+def require_finite(who: str, x: Tensor, what: str, way_out: str) -> None:
+    """Raise :class:`NotFiniteError` if ``x``, which is ``what`` to its caller, holds NaN or inf; syncs on a GPU."""
     if x.numel() == 0:
         return
     low, high = torch.aminmax(x.detach())
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         bad = int((~torch.isfinite(x)).sum())
-        raise ValueError(
-            f"{who}: x holds {bad} NaN or inf of {x.numel()} elements (shape {tuple(x.shape)}); "
-            "find the step that made them, or pass check_finite=False to turn their blocks into NaN"
+        raise NotFiniteError(
+            f"{who}: {what} holds {bad} NaN or inf of {x.numel()} elements (shape {tuple(x.shape)}); {way_out}"
         )
+
+
+def naming(name: Callable[[], str], call: Callable[[], T]) -> T:
+    """``call()``; where it meets NaN or inf, which is looked for in eager mode only, the error says where."""
+    if torch.compiler.is_compiling():
+        return call()
+    try:
+        return call()
+    except NotFiniteError as error:
+        if not name():
+            raise
+        raise NotFiniteError(f"{name()}: {error}") from None
 
 
 def check_gemm(who: str, x: Tensor, weight: NVFP4Tensor) -> None:
@@ -189,7 +213,7 @@ def check_activation(who: str, x: Tensor, activation: ActivationFormat, input_am
             raise ValueError(f"{who}: input_amax must be one number [], got {tuple(input_amax.shape)}")
         check_amax(who, input_amax)
     if can_look(x):
-        require_finite(who, x)
+        require_finite(who, x, "x", OF_AN_INPUT)
 
 
 def check_static_mask(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quads_qat import ops, sharding
+from quads_qat import checks, ops, sharding
 from quads_qat.autograd import group_amax
 from quads_qat.config import (
     ActivationFormat,
@@ -320,7 +320,7 @@ def install_packed(
                 input_amax={p: amaxes[full_name(name, p)] for p in layout.parameters},
             )
         new.train(module.training)
-        new.sync = conversion.sync
+        new.sync, new.full_name = conversion.sync, name
         for parent, leaf in places[id(module)]:
             setattr(parent, leaf, new)
     conversion.groups.clear()  # they held the master weights
@@ -358,8 +358,9 @@ def quantize_master(weight: Weight, master: Tensor, amax: Tensor) -> NVFP4Tensor
     fmt = weight.format
     master = master.to(fmt.export_dtype)
     master = master.transpose(-1, -2) if fmt.transposed else master
+    checks.require_finite(weight.name, master, "the weight", checks.OF_A_WEIGHT)
     try:
-        return ops.quantize(master, tensor_amax=amax, recipe=fmt.recipe, check_finite=True)
+        return ops.quantize(master, tensor_amax=amax, recipe=fmt.recipe, check_finite=False)
     except ValueError as error:
         raise ValueError(f"{weight.name}: {error}") from error
 

@@ -11,19 +11,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quads_qat import adapters, autograd, sharding
+from quads_qat import adapters, autograd, checks, sharding
 from quads_qat.adapters import Factors
 from quads_qat.config import ActivationFormat, WeightFormat
-from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, refuse_other_dtype, tell_trainer
+from quads_qat.linear import (
+    ActivationObserver,
+    CodeCache,
+    FullPrecision,
+    name_of,
+    refuse_other_dtype,
+    tell_trainer,
+)
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
+
+T = TypeVar("T")
 
 Source = tuple[Tensor | None, NVFP4Tensor | None]
 """What a quantized weight is made from, besides the master weight: (amax of its scale group, None) or (None, codes)."""
@@ -158,8 +168,8 @@ class W4A16Experts(StandsFor):
             return self._in_full_precision(*args, **kwargs)
         if self._grouped():
             return grouped_forward(self, self._project_grouped, *args, **kwargs)
-        sources = {name: self.source(name) for name in self.layout.parameters}
-        quantized = {name: self._quantized(name, sources[name]) for name in self.layout.parameters}
+        sources = {name: self._naming(name, partial(self.source, name)) for name in self.layout.parameters}
+        quantized = {name: self._naming(name, partial(self._quantized, name, s)) for name, s in sources.items()}
         if self._observing():
             self._observe(quantized, *args, **kwargs)
         stand_in = self._stand_in(quantized)
@@ -187,9 +197,9 @@ class W4A16Experts(StandsFor):
         if sharding.is_sharded(weight) and (
             problem := sharding.cut_block(weight, -2 if self.layout.transposed else -1)
         ):
-            full = next(full for module, p, full in self.scale_groups[name].members if (module, p) == (self, name))
             raise ValueError(
-                f"{full}: {problem}; list such layers with quads_qat.check_tp(model, tp), then shard them along E, or "
+                f"{name_of(self, name, self.scale_groups[name])}: "
+                f"{problem}; list such layers with quads_qat.check_tp(model, tp), then shard them along E, or "
                 "exclude them from quantization"
             )
         refuse_other_dtype(self, name, weight, self.weight_formats[name], self.scale_groups[name])
@@ -204,9 +214,9 @@ class W4A16Experts(StandsFor):
         adapted = self.__dict__.get("adapted", {}).get(name)
         factors = [] if adapted is None else adapted.factors()
         if factors and sharding.is_sharded(self._parameters[name]):  # pyright: ignore[reportArgumentType]
-            full = next(full for module, p, full in self.scale_groups[name].members if (module, p) == (self, name))
             raise ValueError(
-                f"{full}: expert or tensor parallelism with adapters is not supported; shard with FSDP2, the base "
+                f"{name_of(self, name, self.scale_groups[name])}: "
+                "expert or tensor parallelism with adapters is not supported; shard with FSDP2, the base "
                 "weight and its adapters in one unit"
             )
         return factors
@@ -224,7 +234,13 @@ class W4A16Experts(StandsFor):
             self, "has_gate"
         )
 
+    def _naming(self, name: str, call: Callable[[], T]) -> T:
+        return checks.naming(lambda: name_of(self, name, self.scale_groups[name]), call)
+
     def _project_grouped(self, name: str, x: Tensor, offs: Tensor, expert: Tensor) -> Tensor:
+        return self._naming(name, lambda: self._project_all(name, x, offs, expert))
+
+    def _project_all(self, name: str, x: Tensor, offs: Tensor, expert: Tensor) -> Tensor:
         if self.observers[name].enabled:
             self.observers[name].update(x)
         factors, (amax, codes) = self.factors(name), self.source(name)
@@ -306,15 +322,8 @@ class W4A4Experts(W4A16Experts):
                 observer.update(x)
             weight = expert_matrix(self, matrices[name], expert)
             amax = amaxes[name][expert] if fmt.per_expert else amaxes[name]
-            return autograd.linear(
-                x,
-                weight,
-                expert_bias(self, name, expert),
-                amax,
-                _of_one_expert(fmt),
-                self.activation_format,
-                observer.amax,
-            )
+            bias, how = expert_bias(self, name, expert), (_of_one_expert(fmt), self.activation_format, observer.amax)
+            return self._naming(name, lambda: autograd.linear(x, weight, bias, amax, *how))
 
         return experts_loop(self, self.layout, project, *args, **kwargs)
 

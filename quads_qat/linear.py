@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quads_qat import autograd, ops, sharding
+from quads_qat import autograd, checks, ops, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
@@ -130,8 +130,7 @@ class CodeCache:
             self.entries[key] = codes, _checksum(weight) if self.debug else 0
         codes, checksum = self.entries[key]
         if self.debug and _checksum(weight) != checksum:
-            name = next(full for member, p, full in group.members if (member, p) == (module, parameter))
-            raise _changed(name)
+            raise _changed(name_of(module, parameter, group))
         return codes
 
 
@@ -151,6 +150,11 @@ def _checksum(weight: Tensor) -> int:
     return int(total)
 
 
+def name_of(module: nn.Module, parameter: str, group: ScaleGroup) -> str:
+    """The full name of a weight, from the scale group that it is in."""
+    return next(full for owner, p, full in group.members if owner is module and p == parameter)
+
+
 def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: WeightFormat, group: ScaleGroup) -> None:
     """A weight that comes in 16 bits of another kind than it is exported from has been rounded once too often.
 
@@ -158,9 +162,9 @@ def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: W
     """
     if weight.dtype in (torch.float32, torch.float64, fmt.export_dtype, module.cast_dtype):
         return
-    name = next(full for owner, p, full in group.members if owner is module and p == parameter)
     raise ValueError(
-        f"{name}: its forward sees {weight.dtype}, but it is exported from {fmt.export_dtype}, so the two would be "
+        f"{name_of(module, parameter, group)}: "
+        f"its forward sees {weight.dtype}, but it is exported from {fmt.export_dtype}, so the two would be "
         f"rounded differently; with FSDP2 take MixedPrecisionPolicy(param_dtype={fmt.export_dtype}), else cast the "
         "model before quads_qat.convert"
     )
@@ -219,12 +223,15 @@ class W4A16Linear(nn.Linear):
         if self.full_precision.on():
             return F.linear(x, self.weight, self.bias)
         if sharding.is_sharded(self.weight) and (problem := sharding.cut_block(self.weight, -1)):
-            name = next(full for module, _, full in self.scale_group.members if module is self)
             raise ValueError(
-                f"{name}: {problem}; list such layers with quads_qat.check_tp(model, tp), then exclude them from "
+                f"{name_of(self, 'weight', self.scale_group)}: "
+                f"{problem}; list such layers with quads_qat.check_tp(model, tp), then exclude them from "
                 "quantization or from row-wise sharding"
             )
         refuse_other_dtype(self, "weight", self.weight, self.weight_format, self.scale_group)
+        return checks.naming(lambda: name_of(self, "weight", self.scale_group), lambda: self._multiply(x))
+
+    def _multiply(self, x: Tensor) -> Tensor:
         codes = self.code_cache.codes(self, "weight", self.scale_group, self.weight_format)
         return autograd.linear(
             x,

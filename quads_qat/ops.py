@@ -145,7 +145,8 @@ def _check_quantize(
     checks.check_input(who, x)
     checks.check_scales(who, x, per_tensor_scale, tensor_amax, recipe)
     if check_finite or (check_finite is None and checks.can_look(x)):
-        checks.require_finite(who, x)
+        way_out = "find the step that made them, or pass check_finite=False to turn their blocks into NaN"
+        checks.require_finite(who, x, "x", way_out)
 
 
 def _plain(*scales: Tensor | None) -> list[Tensor | None]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads_qat import checkpoint_io, dialects, engine_limits, ops
+from quads_qat import checkpoint_io, checks, dialects, engine_limits, ops
 from quads_qat.activation_scales import calibration_data, observed_amaxes, recorded_scales, require_tokenizer
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
 from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
@@ -245,8 +245,9 @@ class _Work:
         amax = ops.amax(*tensors) if tensors else torch.stack([ops.amax(read(*part)) for part in parts]).amax(0)
         for i, (disk, expert) in enumerate(parts):
             x = tensors[i] if tensors else read(disk, expert)
+            checks.require_finite(disk.source, x, "the weight", "download it again, or exclude its module")
             try:
-                q = ops.quantize(x, tensor_amax=amax, recipe=self.recipe, check_finite=True)
+                q = ops.quantize(x, tensor_amax=amax, recipe=self.recipe, check_finite=False)
             except ValueError as error:
                 raise ValueError(f"{disk.source}: {error}, or exclude its module") from error
             for name, tensor in emit(disk, q, self.dialect, self.scales):

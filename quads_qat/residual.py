@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import adapters, ops
+from quads_qat import adapters, checks, ops
 from quads_qat.autograd import activation_amax
 from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
 from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop, grouped_forward
@@ -72,6 +72,7 @@ class PackedModule(nn.Module):
     residual: ResidualConfig | None
     sync: SyncState
     record: Record | None = None
+    full_name: str = ""  #: in its model, for errors
 
     def set_packed(self, name: str, q: NVFP4Tensor) -> None:
         """Register the fields of ``q`` as buffers ``<name>_qdata``, ``<name>_block_scale``, ..."""
@@ -293,9 +294,8 @@ class ResidualCompensatedLinear(PackedModule):
         self.require_usable()
         if self.record is not None:
             self.record(self, "weight", None, x)
-        return projection(
-            x, self.packed(), self.bias, self.activation, self.residual, self.input_amax, self.residual_mask
-        )
+        how = self.activation, self.residual, self.input_amax, self.residual_mask
+        return checks.naming(lambda: self.full_name, lambda: projection(x, self.packed(), self.bias, *how))
 
     def extra_repr(self) -> str:
         """Shapes and formats, for ``print(model)``."""
@@ -356,7 +356,8 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
                 mask, residual = getattr(self, f"{name}_residual_mask"), self.residual
                 mask = mask if mask is None or mask.ndim == 1 or expert is None else mask[expert]
             q = packed[name] if expert is None else packed[name].expert(expert)
-            return projection(x, q, bias, self.activation, residual, amax, mask, offs)
+            named = lambda: f"{self.full_name}.{name}" if self.full_name else name  # noqa: E731
+            return checks.naming(named, lambda: projection(x, q, bias, self.activation, residual, amax, mask, offs))
 
         def project_expert(name: str, expert: int, x: Tensor) -> Tensor:
             if self.record is not None:
@@ -404,7 +405,10 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
 def residual_rows(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None = None) -> Tensor:
     """``x - Q(x)``, exact in float32: x [..., K] -> [M, K]."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    q = ops.quantize(rows, tensor_amax=activation_amax(rows, activation, input_amax), recipe=activation.recipe)
+    if checks.can_look(rows):
+        checks.require_finite("residual_rows", rows, "x", checks.OF_AN_INPUT)
+    amax = activation_amax(rows, activation, input_amax)
+    q = ops.quantize(rows, tensor_amax=amax, recipe=activation.recipe, check_finite=False)
     return rows.float() - ops.dequantize(q, torch.float32)
 
 

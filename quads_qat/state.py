@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quads_qat import checks
 from quads_qat.config import ActivationScale, ExpertMask, Mode, ResidualConfig, ResidualScope
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.linear import ActivationObserver
@@ -195,7 +196,8 @@ class _Scores:
         if x.numel() == 0 or (expert is not None and (expert == -1) != self._takes_hidden_states(module, parameter)):
             return
         assert self.conversion.activation is not None
-        r = residual_rows(x, self.conversion.activation, self.amaxes[weight.name])
+        activation, amax = self.conversion.activation, self.amaxes[weight.name]
+        r = checks.naming(lambda: f"calibrate: {weight.name}", lambda: residual_rows(x, activation, amax))
         streams: list[tuple[str, int | None]] = [(weight.name, None)]
         if expert is not None and not self.before_dispatch:
             streams.append((weight.name, expert))

@@ -293,7 +293,7 @@ def test_a_weight_that_is_not_finite_is_named_when_packing_and_nothing_is_change
     with torch.no_grad():
         model.get_parameter(name).view(-1)[5] = bad
     kept = classes(model)
-    with pytest.raises(ValueError, match=re.escape(f"{name}: quantize: x holds 1 NaN or inf")):
+    with pytest.raises(ValueError, match=re.escape(f"{name}: the weight holds 1 NaN or inf")):
         qq.convert(model, "w4a4_residual")
     assert classes(model) == kept
     qq.convert(model, "w4a16")

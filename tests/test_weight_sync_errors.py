@@ -115,8 +115,8 @@ def test_a_wrong_packed_stream_is_refused(name: str, by: Callable[[Tensor], Tens
 @pytest.mark.parametrize(
     ("name", "by", "message"),
     [
-        (f"{Q}.weight", poke(float("nan")), r"q_proj\.weight: quantize: x holds 1 NaN or inf"),
-        (f"{Q}.weight", poke(-float("inf")), r"q_proj\.weight: quantize: x holds 1 NaN or inf"),
+        (f"{Q}.weight", poke(float("nan")), r"q_proj\.weight: the weight holds 1 NaN or inf"),
+        (f"{Q}.weight", poke(-float("inf")), r"q_proj\.weight: the weight holds 1 NaN or inf"),
         (
             f"{Q}.weight",
             lambda t: t.half(),
