@@ -35,8 +35,8 @@ from quads_qat.scale_groups import ScaleGroup
 
 T = TypeVar("T")
 
-Source = tuple[Tensor | None, NVFP4Tensor | None]
-"""What a quantized weight is made from, besides the master weight: (amax of its scale group, None) or (None, codes)."""
+Source = tuple[Tensor, NVFP4Tensor | None]
+"""What a quantized weight is made from, besides the master weight: the amax of its scale group, and codes if kept."""
 
 _WHOLE_STACK = ("GptOssExperts", "Llama4TextExperts")
 """Expert classes whose 3-D parameters have one per-tensor scale for all experts, in every dialect."""
@@ -226,8 +226,7 @@ class W4A16Experts(StandsFor):
 
     def source(self, name: str) -> Source:
         """What the quantized parameter is made from, besides itself: the amax, or its codes inside ``accumulate``."""
-        codes = self.code_cache.codes(self, name, self.scale_groups[name], self.weight_formats[name])
-        return (self.amax(name), None) if codes is None else (None, codes)
+        return self.code_cache.source(self, name, self.scale_groups[name], self.weight_formats[name])
 
     def _grouped(self) -> bool:
         return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm" and hasattr(
@@ -245,7 +244,7 @@ class W4A16Experts(StandsFor):
             self.observers[name].update(x)
         factors, (amax, codes) = self.factors(name), self.source(name)
         fmt, weight = self.weight_formats[name], self._weight(name)
-        if factors and amax is not None:
+        if factors and codes is None:
             out = adapters.merged_grouped_linear(x, weight, offs, factors, amax, fmt)
         else:
             out = autograd.grouped_linear(x, weight, offs, amax, fmt, codes)

@@ -97,7 +97,7 @@ class CodeCache:
 
     active: bool = False
     debug: bool = False
-    entries: dict[tuple[int, str], tuple[NVFP4Tensor, int]] = field(default_factory=dict)
+    entries: dict[tuple[int, str], tuple[Tensor, NVFP4Tensor, int]] = field(default_factory=dict)
     amaxes: dict[ScaleGroup, Tensor] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,16 +109,19 @@ class CodeCache:
         self.entries.clear()
         self.amaxes.clear()
 
-    def codes(self, module: nn.Module, parameter: str, group: ScaleGroup, fmt: WeightFormat) -> NVFP4Tensor | None:
-        """Codes of a parameter, made at its first use; None outside ``accumulate``, or if an adapter changes its scale.
+    def source(
+        self, module: nn.Module, parameter: str, group: ScaleGroup, fmt: WeightFormat
+    ) -> tuple[Tensor, NVFP4Tensor | None]:
+        """The amax of a parameter's scale group, and the codes that it gives, made at its first use.
+
+        Without codes outside ``accumulate``, and if an adapter changes the scale. The amax is given with codes too, so
+        that a GEMM saves the same tensors inside the block as when a checkpoint recomputes it after the block.
 
         Raises:
             RuntimeError: in debug mode, the weight is not the one that was quantized.
         """
-        if not self.active:
-            return None
-        if group.adapted():
-            return None  # adapters can be switched off and on inside the block
+        if not self.active or group.adapted():  # adapters can be switched off and on inside the block
+            return autograd.amax_of(group, fmt), None
         weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
         key = (id(module), parameter)
         if key not in self.entries:
@@ -127,11 +130,11 @@ class CodeCache:
             elif self.debug and not torch.equal(self.amaxes[group], autograd.amax_of(group, fmt)):
                 raise _changed(f"a weight of {group.name}")
             codes = autograd.weight_codes(weight.detach(), self.amaxes[group], fmt)
-            self.entries[key] = codes, _checksum(weight) if self.debug else 0
-        codes, checksum = self.entries[key]
+            self.entries[key] = self.amaxes[group], codes, _checksum(weight) if self.debug else 0
+        amax, codes, checksum = self.entries[key]
         if self.debug and _checksum(weight) != checksum:
             raise _changed(name_of(module, parameter, group))
-        return codes
+        return amax, codes
 
 
 def _changed(what: str) -> RuntimeError:
@@ -232,12 +235,12 @@ class W4A16Linear(nn.Linear):
         return checks.naming(lambda: name_of(self, "weight", self.scale_group), lambda: self._multiply(x))
 
     def _multiply(self, x: Tensor) -> Tensor:
-        codes = self.code_cache.codes(self, "weight", self.scale_group, self.weight_format)
+        amax, codes = self.code_cache.source(self, "weight", self.scale_group, self.weight_format)
         return autograd.linear(
             x,
             self.weight,
             self.bias,
-            autograd.amax_of(self.scale_group, self.weight_format) if codes is None else None,
+            amax,
             self.weight_format,
             self.activation_format,
             self.observer.amax if self.activation_format is not None else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,24 @@ def test_accumulated_gradients_have_the_same_bits(experts: str):
     assert len(calls) == len(qq.coverage(model).quantized)  # once for all micro-batches
     for a, b in zip(got, expected, strict=True):
         assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_backward_after_the_block_has_the_same_bits(experts: str, reentrant: bool):
+    """What a checkpoint recomputes then makes no codes, and saves the same tensors."""
+    grads = []
+    for accumulating in (False, True):
+        model = qq.convert(tiny_model("qwen3_moe"), "w4a16").train()
+        model.set_experts_implementation(experts)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        ids = torch.arange(3, 15)[None]
+        with qq.accumulate(model) if accumulating else nullcontext():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, wanted in grads[0].items():
+        assert_same_bits(grads[1][name], wanted, name)
 
 
 @pytest.mark.parametrize("kind", ["linear", "list of experts", "transposed experts"])
