@@ -321,7 +321,7 @@ def test_kept_codes_take_0_5625_bytes_per_weight():
     qq.step(model, track_codes=True)
     with qq.accumulate(model):
         model(torch.arange(3, 15)[None])
-        kept = [codes for codes, _ in model.model.layers[0].self_attn.q_proj.code_cache.entries.values()]
+        kept = [codes for _, codes, _ in model.model.layers[0].self_attn.q_proj.code_cache.entries.values()]
         assert len(kept) == len(elements)
         assert sum(q.qdata.nbytes + q.block_scale.nbytes for q in kept) == 0.5625 * sum(elements.values())
         assert all(q.per_tensor_scale.numel() <= 4 for q in kept)  # of a tensor, or of each of four experts
