@@ -228,7 +228,8 @@ def _contract_difference(first: Checkpoint, second: Checkpoint) -> str:
     a, b = first.contract, second.contract
     if a is None or b is None:
         return "" if a is b else f"only the {'second' if a is None else 'first'} has a quads_qat entry"
-    found = a.differences(b) + ([f"rollout: {a.rollout} against {b.rollout}"] if a.rollout != b.rollout else [])
+    found = a.differences(b, modules=False)  # of these there are rows
+    found += [f"rollout: {a.rollout} against {b.rollout}"] if a.rollout != b.rollout else []
     return "; ".join(found)
 
 

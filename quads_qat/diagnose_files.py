@@ -15,6 +15,7 @@ from quads_qat.convert import convert
 from quads_qat.diagnose import diagnose
 from quads_qat.diagnosis import Diagnosis
 from quads_qat.load import load_model, load_rollout
+from quads_qat.name_ranges import pattern
 from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.skeleton import architecture_of
 
@@ -76,6 +77,8 @@ def _trainer(path: Path, rollout: Path, mode: Mode | None, trust_remote_code: bo
         how: dict[str, Any] = {"recipe": checkpoint.recipe}
         if checkpoint.contract is not None:
             how |= {"scope": checkpoint.contract.scope, "groups": checkpoint.contract.rules}
+            how["include"] = [pattern(names) for names in checkpoint.contract.quantized or ()]
+            how["exclude"] = [pattern(names) for names in checkpoint.contract.high_precision or ()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that w4a4 is for ablations: this is one
             convert(model, mode, **how)

@@ -177,7 +177,15 @@ def _weights(
                 "trainer.state_dict(): send qq.export_weights(trainer, ...)"
             )
         coverage = Check("coverage", False, seen, way_out)
-    return [coverage, _compared(found, same_contract=same_contract)]
+    weights = _compared(found, same_contract=same_contract)
+    casts = [contract_of(model).export_dtype for model in (trainer, rollout) if model is not None]
+    if weights.passed is False and len(casts) == 2 and None not in casts and casts[0] != casts[1]:
+        way_out = (
+            f"{weights.way_out}. Or masters were sent, which the trainer casts to {casts[0]} first, this rollout to "
+            f"{casts[1]}: pass contract=quads_qat.contract_of(trainer) to update_weights, or packed weights"
+        )
+        weights = Check(weights.name, False, weights.found, way_out)
+    return [coverage, weights]
 
 
 def _before_start(weights: Check, start_step: int) -> Check:

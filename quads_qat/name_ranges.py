@@ -77,6 +77,17 @@ def expanded(short: Collection[str]) -> list[str]:
     return found
 
 
+def pattern(short: str) -> str:
+    """What ``convert`` takes (``include=``, ``exclude=``) for the names that one of a list stands for, and no others.
+
+    >>> print(pattern("layers.0-1,3.q"))
+    re:layers[.](?:0|1|3)[.]q$
+    """
+    parts = [(part, _numbers(_runs(part))) for part in short.split(".")]
+    words = (f"(?:{'|'.join(numbers)})" if numbers else re.escape(part) for part, numbers in parts)
+    return f"re:{'[.]'.join(words)}$"
+
+
 def _runs(part: str) -> list[tuple[int, int]]:
     """(first, last) of each run of numbers; [] if the part is a word."""
     if not _RANGES.fullmatch(part):

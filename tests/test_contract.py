@@ -215,7 +215,8 @@ def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, min
     assert "\n" not in str(error.value)
     if form == "a dict":
         assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
-    qq.update_weights(rollout, state, contract=contract_of(qq.convert(qq.revert(model), "w4a16", scope=mine)))
+    alike = qq.convert(qq.revert(model), "w4a16", scope=mine)
+    qq.update_weights(rollout, alike.state_dict(), contract=contract_of(alike))
 
 
 def test_masters_are_taken_where_only_the_name_of_the_scope_differs() -> None:

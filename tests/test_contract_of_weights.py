@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import config
+from by_hand import CHECKPOINTS, config
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -19,8 +19,11 @@ from transformers import AutoModelForCausalLM
 from weight_syncs import assert_same_state, state
 
 import quads_qat as qq
+from quads_qat.config import Mode
 from quads_qat.contract import Contract, contract_of
-from quads_qat.name_ranges import expanded, shortened
+from quads_qat.diagnose_files import diagnose_checkpoints
+from quads_qat.name_ranges import expanded, pattern, shortened
+from quads_qat.selection import first_match
 
 O_PROJ = "model.layers.0-1.self_attn.o_proj"
 EXCLUDE: dict[str, Any] = {"exclude": ["*.o_proj"]}
@@ -126,6 +129,14 @@ def test_a_contract_tells_the_export_dtype(masters: torch.dtype, export: torch.d
     assert_same_state(quantized(mapping), quantized(expected))
     if dtype == export:
         assert qq.check_first_step(model, pairs).failed == []
+
+
+def test_the_first_step_names_another_export_dtype() -> None:
+    model, target = trainer(), rollout(torch.float16)
+    qq.update_weights(target, iter(model.state_dict().items()))  # nobody tells
+    check = qq.check_first_step(model, target).checks[2]
+    assert not check.passed
+    assert "the trainer casts to torch.bfloat16 first, this rollout to torch.float16: pass contract=" in check.way_out
 
 
 def test_another_export_dtype_is_refused_where_weights_are_those_of_a_file(directory: Path, tmp_path: Path) -> None:
@@ -298,6 +309,22 @@ def test_short_lists_hold_the_names(names: list[str]) -> None:
     short = shortened(names)
     assert sorted(expanded(short)) == sorted(set(names))
     assert sorted(shortened(reversed(names))) == sorted(short)
+
+
+@given(st.lists(st.lists(parts.filter(bool), min_size=1, max_size=3).map(".".join), min_size=1), st.data())
+def test_patterns_of_short_lists_mean_the_names(names: list[str], data: st.DataObject) -> None:
+    wanted = data.draw(st.lists(st.sampled_from(names), unique=True))
+    patterns = [pattern(short) for short in shortened(wanted)]
+    assert {name for name in names if first_match(name, patterns)} == set(wanted)
+
+
+def test_diagnosis_from_files_quantizes_what_the_checkpoint_records(tmp_path: Path) -> None:
+    """A trainer of a BF16 directory, converted as the rollout's checkpoint was: weights add nothing to the gap."""
+    source = CHECKPOINTS / "bf16" / "qwen3moe"
+    qq.quantize_checkpoint(source, tmp_path / "out", scope="mlp", include=["lm_head"], exclude=["model.layers.1.mlp"])
+    (tmp_path / "text").write_text("37+45=82\n" * 4, "utf-8")
+    found = diagnose_checkpoints(source, tmp_path / "out", tmp_path / "text", mode=Mode.W4A16, length=16, rows=2)
+    assert found.gap["delta_weight"].max == 0.0
 
 
 def test_lists_are_short() -> None:
