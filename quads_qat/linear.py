@@ -188,7 +188,7 @@ def tell_trainer(
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
         dtype = next(iter(formats)).export_dtype
-        metadata[prefix.removesuffix(".")][TRAINER] = {
+        metadata.setdefault(prefix.removesuffix("."), {})[TRAINER] = {
             "export_dtype": str(dtype).removeprefix("torch."),
             "held": any(group.held is not None for group in groups),
             "start_step": switch.start_step if switch.delayed else 0,

@@ -29,9 +29,17 @@ def cast_as_told(
     """A rollout's record with which masters are cast as their trainer casts them, where that is told.
 
     Weights that are packed were cast already.
+
+    Raises:
+        ValueError: contract and state_dict tell different dtypes.
     """
     told = {getattr(torch, note["export_dtype"]) for note in notes.values()}
     if contract is not None and contract.export_dtype is not None:
+        if other := told - {contract.export_dtype}:
+            raise ValueError(
+                f"{_MASTERS} casts to {other.pop()} before it quantizes, and the contract says "
+                f"{contract.export_dtype}; pass contract=quads_qat.contract_of(trainer)"
+            )
         told = {contract.export_dtype}
     if len(told) != 1:
         return conversion

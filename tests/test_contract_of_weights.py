@@ -106,6 +106,7 @@ def test_masters_are_cast_as_the_checkpoint_was_whatever_dtype_the_rollout_has(
     )
 
 
+OTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASTS = [
     (masters, export, dtype)
@@ -296,6 +297,12 @@ def test_a_state_dict_tells_the_export_dtype(export: torch.dtype, dtype: torch.d
     qq.update_weights(mine, model.state_dict())
     qq.update_weights(expected, qq.export_weights(model, "modelopt"))
     assert_same_state(quantized(mine), quantized(expected))
+    before = state(mine)
+    with pytest.raises(
+        ValueError, match=f"a trainer that casts to {export} before .*, and the contract says torch.*16;"
+    ):
+        qq.update_weights(mine, model.state_dict(), contract=contract_of(trainer(export=OTHER[export])))
+    assert_same_state(state(mine), before)
 
 
 # --------------------------------------------------------------------------------------------------------- short lists
