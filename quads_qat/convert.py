@@ -46,6 +46,7 @@ from quads_qat.experts import W4A4Experts, W4A16Experts, layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear
+from quads_qat.rollout_state import refuse_unfit_states
 from quads_qat.scale_groups import activation_key, whole
 
 _CONVERTED = (W4A16Linear, W4A16Experts, ResidualCompensatedLinear, ResidualCompensatedExperts)
@@ -327,6 +328,7 @@ def install_packed(
     conversion.mode, conversion.activation, conversion.residual = Mode.W4A4_RESIDUAL, activation, residual
     model.requires_grad_(False)
     refuse_save_pretrained(model)
+    refuse_unfit_states(model)
 
 
 def amax_of_group(conversion: Conversion, weight: Weight, *, held: bool = True) -> Tensor:

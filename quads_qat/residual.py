@@ -186,7 +186,7 @@ class PackedModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if problems := [*self._problems_of(state_dict, prefix)]:
+        if problems := [*self.problems_of(state_dict, prefix)]:
             args[-1].extend(problems)  # error_msgs: load_state_dict raises them together
             return
         for name, buffer in self._buffers.items():
@@ -197,9 +197,12 @@ class PackedModule(nn.Module):
         for name in self.recipes:
             self.refresh(name)
 
-    def _problems_of(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
-        """What shows that a state is that of another rollout: the recipe, or the share of channels in a mask."""
+    def problems_of(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
+        """What shows that a state is not one of this rollout: a torn weight, another recipe, another mask."""
         for name, recipe in self.recipes.items():
+            there = [f"{prefix}{name}_{part}" in state_dict for part in _FIELDS]
+            if any(there) and not all(there):
+                yield f"{prefix}{name}_{_FIELDS[there.index(False)]} is missing beside the rest of its weight"
             key = "residual_mask" if name == "weight" else f"{name}_residual_mask"
             mask = state_dict.get(prefix + key)
             if mask is not None and (problem := self.mask_problem(mask)):

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("L0b", ("reference", "reference_matmul", "kernels")),
     ("L1", ("checks", "library", "activations", "gemms", "ops")),
     ("L2", ("sharding", "autograd", "adapters")),
-    ("L3", ("linear", "experts", "residual")),
+    ("L3", ("linear", "experts", "residual", "rollout_state")),
     (
         "L4",
         (

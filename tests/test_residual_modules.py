@@ -1,6 +1,7 @@
 """Contract under test: packed modules compute what ``ops`` does for each GEMM; only a load changes a code."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -226,10 +227,30 @@ def test_a_state_dict_of_another_recipe_is_refused(other: str):
     model = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a4_residual", recipe=other).state_dict()
-    with pytest.raises(RuntimeError, match=r"o_proj.weight: its per-tensor scale is no power of two"):
+    with pytest.raises(
+        RuntimeError, match=r"q_proj.weight: its per-tensor scale is no power of two.*nothing was loaded"
+    ):
         model.load_state_dict(state)
-    packed = [name for name in before if "_proj" in name and name.endswith("qdata")]
-    assert all(torch.equal(model.state_dict()[name], before[name]) for name in packed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("what", ["scale", "shape", "missing", "norm"])
+def test_a_state_dict_with_one_tensor_that_does_not_fit_changes_nothing(what: str, again: Callable):
+    model = again(qq.convert(tiny_model("qwen3_moe"), "w4a4_residual"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = dict(qq.convert(tiny_model("qwen3_moe", seed=1), "w4a4_residual").state_dict())
+    name = "model.layers.1.mlp.experts.down_proj_per_tensor_scale"
+    if what == "scale":
+        state[name] = state[name] * 1.5
+    elif what == "missing":
+        del state[name]
+    else:
+        name = "model.norm.weight" if what == "norm" else name
+        state[name] = torch.cat([state[name], state[name]])
+    with pytest.raises(RuntimeError, match=re.escape(name.removesuffix("_per_tensor_scale")) + ".*nothing was loaded"):
+        model.load_state_dict(state, strict=what != "missing")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_static_mask_of_another_fraction_is_refused():
