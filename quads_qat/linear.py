@@ -187,9 +187,11 @@ def tell_trainer(
     """Note in a state_dict that is being made that a module's weights are quantized, and from what."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is not None:
-        dtype = next(iter(formats)).export_dtype
+        groups, fmt = [*groups], next(iter(formats))
         metadata.setdefault(prefix.removesuffix("."), {})[TRAINER] = {
-            "export_dtype": str(dtype).removeprefix("torch."),
+            "recipe": fmt.recipe.value,
+            "export_dtype": str(fmt.export_dtype).removeprefix("torch."),
+            "groups": [group.name for group in groups],
             "held": any(group.held is not None for group in groups),
             "start_step": switch.start_step if switch.delayed else 0,
         }

@@ -62,7 +62,20 @@ def objections(named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conve
         )
     if start := max(note["start_step"] for note in notes.values()):
         found.append(f"update_weights: {not_started(start)}, and this rollout by quantized ones")
-    quantized = dict.fromkeys(weight.module for weight in conversion.weights.values())
+    if recipes := {note["recipe"] for note in notes.values()} - {conversion.recipe.value}:
+        found.append(
+            f"{_MASTERS} quantizes with recipe '{recipes.pop()}', this rollout with '{conversion.recipe}'; convert "
+            "both with the same"
+        )
+    quantized: dict[str, list[str]] = {}
+    for weight in conversion.weights.values():
+        quantized.setdefault(weight.module, []).append(weight.group)
+    shared = [name for name in quantized if name in notes and sorted(notes[name]["groups"]) != sorted(quantized[name])]
+    if shared:
+        found.append(
+            f"{_MASTERS} shares the scale of {listed(shortened(shared))} among other weights than this rollout; "
+            "convert both with the same groups="
+        )
     high = [skipped.module for skipped in conversion.skipped]
     theirs, mine = (
         shortened(name for name in quantized if name in named_tensors._metadata and name not in notes),

@@ -26,6 +26,7 @@ from quads_qat.name_ranges import expanded, pattern, shortened
 from quads_qat.selection import first_match
 
 O_PROJ = "model.layers.0-1.self_attn.o_proj"
+RULE: dict[str, Any] = {"groups": [r"layers\.(\d+)\.(?:self_attn\.[qkvo]_proj)$"]}
 EXCLUDE: dict[str, Any] = {"exclude": ["*.o_proj"]}
 
 
@@ -271,9 +272,15 @@ def test_the_first_step_compares_an_engine_by_its_contract() -> None:
         (EXCLUDE, {}, f"does not quantize {O_PROJ}, which this rollout does; give both"),
         ({}, EXCLUDE, f"quantizes {O_PROJ}, which this rollout does not; give both"),
         ({"include": ["lm_head"]}, {}, "quantizes lm_head, which this rollout does not; give both"),
+        ({"recipe": "modelopt"}, {}, "quantizes with recipe 'modelopt', this rollout with 'aligned'; convert both"),
+        (
+            RULE,
+            {},
+            "shares the scale of .*q_proj, .*k_proj, .*v_proj and 1 more among other weights than this rollout;",
+        ),
     ],
 )
-def test_a_state_dict_warns_of_other_quantized_modules(
+def test_a_state_dict_warns_of_another_conversion(
     theirs: Any, mine: Any, said: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     model, target = trainer(**theirs), rollout(**mine)
