@@ -123,7 +123,8 @@ def test_scales_per_expert_and_per_row(recipe: Recipe, layout: str):
 @pytest.mark.parametrize("shape", [(1, 5, 1), (3, 1, 1), (1, 1, 1), (3, 5, 1)])
 def test_scales_that_rows_share(shape: tuple[int, ...]):
     amax = torch.linspace(0.1, 30.0, math.prod(shape)).view(shape).to(DEVICE)
-    for recipe in (Recipe.ALIGNED, Recipe.TRANSFORMER_ENGINE):
+    both = DEVICE == "cuda" or shape == (3, 1, 1)  # seconds each in the interpreter
+    for recipe in (Recipe.ALIGNED, Recipe.TRANSFORMER_ENGINE) if both else (Recipe.ALIGNED,):
         assert_kernels_match(noise(3, 5, 32), {"tensor_amax": amax}, recipe)
         p = reference.scale_from_amax(amax, recipe)[0]
         assert_kernels_match(noise(3, 5, 32), {"per_tensor_scale": p}, recipe)
@@ -147,6 +148,8 @@ def test_amax_equals_the_reference(layout: str, dtype: torch.dtype):
 @pytest.mark.parametrize("shape", [(1, 16), (130, 96), (128, 64), (2, 130, 32), (2, 2, 5, 32)])
 @pytest.mark.parametrize("per", ["tensor", "matrix", "row"])
 def test_swizzled_scales(shape: tuple[int, ...], per: str, recipe: Recipe):
+    if DEVICE == "cpu" and per == "row" and (recipe is not Recipe.ALIGNED or shape in ((128, 64), (2, 130, 32))):
+        pytest.skip("a program a row is seconds in the interpreter; [130, 96] crosses a tile too")
     x = noise(*shape)
     amax = reference.amax(x, dim={"tensor": None, "matrix": tuple(range(1, x.ndim)), "row": -1}[per])
     if per == "matrix" and x.ndim == 2:
@@ -186,7 +189,7 @@ def test_every_block_amax(dtype: torch.dtype):
         torch.arange(0x7F80 if dtype is torch.bfloat16 else 0x7C00, dtype=torch.int32).to(torch.int16).view(dtype)
     )
     if DEVICE == "cpu":
-        magnitudes = magnitudes[::7]
+        magnitudes = magnitudes[::23]
     x = torch.zeros(len(magnitudes), 16, dtype=dtype)
     x[:, 3] = -magnitudes
     for exponent in (-116, -20, -3, 0, 9, 117):
@@ -197,6 +200,8 @@ def test_every_block_amax(dtype: torch.dtype):
 def test_all_codes_and_scales_decode():
     codes = torch.arange(256, dtype=torch.uint8).view(32, 8)  # every byte once
     block_scale = torch.arange(0x80, dtype=torch.uint8)
+    if DEVICE == "cpu":  # the exhaustive suite has all of them in the interpreter, each code in one place
+        block_scale = block_scale[[0, 1, 7, 8, 0x38, 0x7E, 0x7F]]
     qdata = codes.repeat(len(block_scale), 1).to(DEVICE)
     scales = block_scale.repeat_interleave(32).view(-1, 1).view(torch.float8_e4m3fn).to(DEVICE)
     for recipe in RECIPES:
