@@ -24,7 +24,7 @@ from quads_qat.checkpoint_plan import (
     natural_order,
     source_tensor,
 )
-from quads_qat.config import Dialect, Mode
+from quads_qat.config import Dialect, Mode, Recipe
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_same_modules, require_unwrapped
 from quads_qat.convert import amax_of_group, quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
@@ -198,10 +198,12 @@ def _stream(root: nn.Module, plan: Plan, dialect: Dialect | None, source: _Sourc
         parts.setdefault(disk.weight.name, []).append(disk)
     extra = {} if dialect is None else cache_scales(plan, dialect, source.scales)
     biases = {} if dialect is None else biases_by_source(plan)
+    rounded: list[str] = []
     for layer in by_layer([*parts, *source.rest, *extra]).values():
         for parameter in (name for name in layer if name in parts):
             q = source.quantize(parts[parameter][0].weight)
-            _require_decodable(parts[parameter][0], q, dialect)
+            if not _require_decodable(parts[parameter][0], q, dialect):
+                rounded.append(parameter)
             if dialect is None:
                 yield from _decoded(parts[parameter], q)
             else:
@@ -210,6 +212,13 @@ def _stream(root: nn.Module, plan: Plan, dialect: Dialect | None, source: _Sourc
             del q
         yield from _rest_of_layer(root, {n: source.rest[n] for n in layer if n in source.rest}, biases)
         yield from ((name, extra[name].clone()) for name in layer if name in extra)
+    if rounded and dialect is not None:
+        warnings.warn(
+            f"export: fp16 cannot hold all that {rounded[0]} and {len(rounded) - 1} more weights decode to (steps "
+            "below 2**-24): the trainer multiplies by rounded values, engines by those of the codes; train in "
+            "bf16, or set weights that small to 0",
+            stacklevel=2,
+        )
 
 
 def _decoded(parts: list[DiskWeight], q: NVFP4Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -239,10 +248,14 @@ def _tensors(
         yield input_scale, scales[input_scale].clone()
 
 
-def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect | None) -> None:
-    """Refuse a weight, or a stack of them of which ``disk`` is one, that engines could not decode to finite numbers."""
+def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect | None) -> bool:
+    """Refuse a weight, or a stack of them of which ``disk`` is one, that engines could not decode to finite numbers.
+
+    Returns:
+        False if fp16, from which it is exported, cannot hold values that are exact in bf16 (``Recipe.ALIGNED``).
+    """
     if q.qdata.is_meta:
-        return
+        return True
     stored = q.per_tensor_scale
     if dialect is not None:
         stored = dialects.stored(stored, q.stored_scale, q.recipe, dialect)
@@ -254,12 +267,19 @@ def _require_decodable(disk: DiskWeight, q: NVFP4Tensor, dialect: Dialect | None
             f"small for recipe '{q.recipe}', use 'aligned'"
         )
     if disk.weight.format.export_dtype != torch.float16:
-        return
-    experts = [q] if q.qdata.ndim == 2 else [q.expert(i) for i in range(q.shape[0])]  # one decoded expert at a time
-    if not bool(torch.stack([torch.isfinite(ops.dequantize(one, torch.float16)).all() for one in experts]).all()):
+        return True
+    held = []
+    for i in range(1 if q.qdata.ndim == 2 else q.shape[0]):  # one decoded expert at a time
+        one = q if q.qdata.ndim == 2 else q.expert(i)
+        value = ops.dequantize(one, torch.float16)
+        exact = (value == ops.dequantize(one, torch.float32)).all()
+        held.append(torch.stack([torch.isfinite(value).all(), exact]))
+    finite, exact = torch.stack(held).all(0).tolist()
+    if not finite:
         raise ValueError(
             f"{disk.name}: fp16 weights from 64544 up decode to inf in fp16; clip them, or train and export in bf16"
         )
+    return exact or q.recipe is not Recipe.ALIGNED
 
 
 def empty_quantized(shape: torch.Size, weight: Weight) -> NVFP4Tensor:

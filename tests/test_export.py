@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,30 @@ def test_fp16_that_decodes_to_inf_is_refused(dialect: str) -> None:
         list(qq.export_weights(model, dialect))
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["self_attn.o_proj.weight", "mlp.experts.down_proj"])
+def test_fp16_that_rounds_what_codes_decode_to_is_named(name: str, dialect: str, tmp_path: Path) -> None:
+    """Channels that are nearly dead: in bf16 they are exact, in fp16 the trainer multiplies by other values."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for small in (False, True):
+            model, path = trainer("qwen3moe", dtype), tmp_path / f"{dtype} {small}"
+            if small:
+                weight = model.get_parameter(f"model.layers.1.{name}").data
+                weight.mul_(0.01 / weight.abs().max())[..., :16].mul_(2e-4)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                qq.export_checkpoint(model, path, dialect=dialect)
+            said = [str(w.message) for w in warned if w.category is UserWarning]
+            if small and dtype == torch.float16:
+                assert len(said) == 1
+                assert f"fp16 cannot hold all that model.layers.1.{name} and 0 more weights decode to" in said[0]
+                with pytest.raises(qq.VerificationError, match=r"layers\.1\..*: fp16, in which the trainer multiplies"):
+                    qq.verify(model, path)
+            else:
+                assert not said
+                assert qq.verify(model, path).ok
+
+
 # Activation scales.
 
 
@@ -372,7 +397,7 @@ def test_companions_are_copied_and_the_config_is_extended(tmp_path: Path) -> Non
     }
     written = config(tmp_path / "out")
     assert written.pop("quantization_config")["quant_method"] == "compressed-tensors"
-    assert written.pop("quads_qat") == qq.Contract(recipe=qq.Recipe.ALIGNED).to_json()
+    assert written.pop("quads_qat") == qq.contract_of(model).to_json()
     assert written == original
 
 
