@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from quads_qat.config import require_integer
+
 Entry = tuple[str, torch.dtype, tuple[int, ...], int]
 """(name, dtype, shape, byte offset) of a tensor in a bucket."""
 
@@ -31,18 +33,17 @@ def bucketed(
         multiples of 16.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive.
+        TypeError, ValueError: ``bucket_bytes`` is no integer >= 1.
 
     >>> [(entries, bucket)] = bucketed([("a", torch.ones(3)), ("b", torch.ones(2, 2))], 64)
     >>> entries[1], bucket.numel()
     (('b', torch.float32, (2, 2), 16), 32)
     """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucketed: bucket_bytes must be > 0, got {bucket_bytes}")
+    require_integer("bucketed", "bucket_bytes", bucket_bytes, 1)
     entries: list[Entry] = []
     bucket, size = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in stream:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # a strided [N] cannot be viewed as bytes
         padded = flat.numel() + -flat.numel() % _ALIGNMENT
         if entries and size + padded > bucket.numel():
             yield entries, bucket[:size]

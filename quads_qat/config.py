@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,6 +36,14 @@ def require_kind(who: str, argument: str, value: object, kind: type) -> None:
         f"{who}: {argument} must be {article} {kind.__name__} or None, got {type(value).__name__}; pass "
         f"{kind.__name__}({given})"
     )
+
+
+def require_integer(who: str, argument: str, value: object, least: int) -> None:
+    """``value`` is an integer (of Python or NumPy, no bool) and at least ``least``; 2.5 would be cut in silence."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{who}: {argument} must be an integer, got {value!r}")
+    if operator.index(value) < least:  # pyright: ignore[reportArgumentType]
+        raise ValueError(f"{who}: {argument} must be an integer >= {least}, got {value!r}")
 
 
 class Recipe(_Choice):
@@ -155,7 +164,7 @@ class Schedule:
         decay: of the moving average, in [0, 1).
 
     Raises:
-        ValueError: a negative ``start_step``, a ``decay`` outside [0, 1), or an unknown name.
+        TypeError, ValueError: a ``start_step`` that is no integer >= 0, a ``decay`` outside [0, 1), or an unknown name.
 
     >>> Schedule(weight_scale="ema").weight_scale
     <WeightScale.EMA: 'ema'>
@@ -167,8 +176,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight_scale", WeightScale(self.weight_scale))
-        if self.start_step < 0:
-            raise ValueError(f"Schedule: start_step must be at least 0, got {self.start_step}")
+        require_integer("Schedule", "start_step", self.start_step, 0)
         if not 0.0 <= self.decay < 1.0:
             raise ValueError(f"Schedule: decay must be in [0, 1), got {self.decay}; 0.9 forgets half in seven steps")
 
@@ -214,7 +222,8 @@ class ResidualConfig:
             ``block``, where it makes no difference; experts that are linears of their own always are ``per_expert``.
 
     Raises:
-        ValueError: a fraction outside [0, 1], an unknown name, or ``scope="block"`` with whole blocks.
+        TypeError, ValueError: a fraction outside [0, 1], another granularity, an unknown name, ``scope="block"`` with
+            whole blocks.
 
     >>> ResidualConfig(fraction=0.5).scope
     <ResidualScope.TOKEN: 'token'>
@@ -236,6 +245,7 @@ class ResidualConfig:
             or not 0.0 <= self.fraction <= 1.0
         ):
             raise ValueError(f"ResidualConfig: fraction must be between 0 and 1, got {self.fraction!r}")
+        require_integer("ResidualConfig", "granularity", self.granularity, 1)
         if self.granularity not in (1, 16):
             raise ValueError(f"ResidualConfig: granularity must be 1 or 16, got {self.granularity!r}")
         if self.scope is ResidualScope.BLOCK and self.granularity == 16:

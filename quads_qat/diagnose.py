@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quads_qat.conversion import full_name
 from quads_qat.diagnosis import ChannelError, Diagnosis, GemmError, OutputError, RouterFlips
-from quads_qat.gap import GapLogger, GapStats, gap_stats
+from quads_qat.gap import GapLogger, GapStats, as_bool, gap_stats
 from quads_qat.gemm_noise import GemmSums, weight_noise
 from quads_qat.model_pair import LAYER, ModelPair
 from quads_qat.swaps import (
@@ -137,7 +137,7 @@ def _tokens(trainer: nn.Module, ids: Tensor, mask: Tensor | None, attention: Ten
     ids = ids.cpu()
     attended = torch.ones_like(ids) if attention is None else attention.cpu()
     wanted = torch.ones(ids.shape[0], ids.shape[1] - 1) if mask is None else mask.cpu()
-    return _Tokens(ids.long(), [row.nonzero().flatten() for row in attended], wanted.bool())
+    return _Tokens(ids.long(), [row.nonzero().flatten() for row in attended], as_bool("diagnose", wanted))
 
 
 # ------------------------------------------------------------------------------------------------------------- forwards

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from quads_qat import checkpoint_io, dialects, engine_limits, sharding
 from quads_qat import contract as contracts
 from quads_qat.checkpoint_plan import DiskWeight, Plan, cut, export_plan, layer_of, natural_order, with_stacks_of
-from quads_qat.config import ActivationFormat, ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
+from quads_qat.config import (
+    ActivationFormat,
+    ActivationScale,
+    Dialect,
+    Recipe,
+    ResidualConfig,
+    Scope,
+    require_integer,
+    require_kind,
+)
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
 from quads_qat.experts import layout_of
@@ -77,6 +86,7 @@ def export_checkpoint(
     """
     dialect = Dialect(dialect)
     require_kind("export_checkpoint", "residual", residual, ResidualConfig)
+    require_integer("export_checkpoint", "shard_bytes", shard_bytes, 1)
     path, writes = Path(path), sharding.rank() == 0
     with sharding.together("export_checkpoint", model, _NOTHING):
         root, conversion, _ = prepare(model, dialect, "export_checkpoint")

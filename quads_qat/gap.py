@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quads_qat.config import require_integer
+
 
 @dataclass(frozen=True)
 class GapStats:
@@ -35,16 +37,30 @@ class GapStats:
         return asdict(self)
 
 
+def as_bool(who: str, mask: Tensor) -> Tensor:
+    """A mask in bool.
+
+    Raises:
+        ValueError: it is float and holds something else than 0 and 1: a weight of 0.5 would count as 1.
+    """
+    wrong = mask[(mask != 0) & (mask != 1)] if mask.is_floating_point() else mask[:0]
+    if wrong.numel():
+        raise ValueError(
+            f"{who}: a mask says which tokens count, 0 or 1, got {wrong[0].item()}; tokens cannot be weighted"
+        )
+    return mask.bool()
+
+
 def gap_stats(logp_rollout: Tensor, logp_trainer: Tensor, mask: Tensor | None = None) -> GapStats:
     """Compare the log-probabilities of the same sampled tokens, as an RL loop holds them.
 
     Args:
         logp_rollout: any shape, what the rollout engine reported for each sampled token.
         logp_trainer: the same shape, what the trainer computes for it.
-        mask: same shape, nonzero where a token counts; None counts all.
+        mask: same shape, nonzero where a token counts (a float one: 1, not a weight); None counts all.
 
     Raises:
-        ValueError: shapes differ, nothing is counted, or a counted value is NaN or inf.
+        ValueError: shapes differ, a float mask is not of 0 and 1, nothing is counted, or a counted value is NaN or inf.
 
     >>> gap_stats(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0])).max
     1.0
@@ -53,7 +69,7 @@ def gap_stats(logp_rollout: Tensor, logp_trainer: Tensor, mask: Tensor | None = 
         shapes = [tuple(t.shape) for t in (logp_rollout, logp_trainer, mask) if t is not None]
         raise ValueError(f"gap_stats: log-probabilities and mask must have one shape, got {shapes}")
     delta = logp_rollout.detach().double() - logp_trainer.detach().double()
-    delta = delta.flatten() if mask is None else delta[mask.to(delta.device).bool()]
+    delta = delta.flatten() if mask is None else delta[as_bool("gap_stats", mask).to(delta.device)]
     if delta.numel() == 0:
         raise ValueError("gap_stats: no tokens are counted; check the mask")
     if not bool(torch.isfinite(delta).all()):
@@ -77,8 +93,7 @@ class GapLogger:
         prefix: of the tags ``<prefix>/max``, ``<prefix>/mean``, ``<prefix>/k1``, ...
 
     Raises:
-        TypeError: ``writer`` has no ``add_scalar``.
-        ValueError: ``every`` is not a positive integer.
+        TypeError, ValueError: ``writer`` has no ``add_scalar``, or ``every`` is no integer >= 1.
 
     Example::
 
@@ -91,8 +106,7 @@ class GapLogger:
     def __init__(self, writer: Any, *, every: int = 1, prefix: str = "logprob_gap") -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"GapLogger: writer must have add_scalar(tag, value, step), got {type(writer).__name__}")
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"GapLogger: every must be an integer >= 1, got {every!r}")
+        require_integer("GapLogger", "every", every, 1)
         self.writer, self.every, self.prefix = writer, every, prefix
 
     def __call__(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from quads_qat import sharding
 from quads_qat.compare import dtype_name
 from quads_qat.config import Mode
 from quads_qat.gemm_noise import weight_error
@@ -43,6 +44,13 @@ class ModelPair:
     def of(cls, trainer: nn.Module, rollout: nn.Module) -> ModelPair:
         """Compare the two; ValueError if they do not go together."""
         (a, a_conversion), (b, b_conversion) = root_of(trainer), root_of(rollout)
+        for name, parameter in (*a.named_parameters(), *b.named_parameters()):
+            if sharding.is_sharded(parameter):
+                raise ValueError(
+                    f"diagnose: {name} is sharded (DTensor), and both models must be whole: export the trainer "
+                    "(quads_qat.export_checkpoint on all ranks) and diagnose its checkpoint in one process, or call "
+                    "quads_qat.check_first_step, which takes a sharded trainer"
+                )
         if a_conversion is not None and a_conversion.mode is Mode.W4A4_RESIDUAL:
             raise ValueError("diagnose: trainer is a rollout model; the order is diagnose(trainer, rollout, input_ids)")
         if b_conversion is not None and b_conversion.sync.broken:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quads_qat import checkpoint_io
 from quads_qat.checkpoint_io import Reader
+from quads_qat.config import require_integer
 from quads_qat.record import FileRecord, file_record, is_complete
 from quads_qat.resume import JOURNAL, Destination, open_destination
 from quads_qat.safetensors_file import FileWriter, Layout, nbytes
@@ -99,8 +100,9 @@ def pack(units: Iterable[Unit], shard_bytes: int) -> list[Shard]:
     """Fill shards in order; a unit is never divided, so a scale group is in one file.
 
     Raises:
-        ValueError: two units make a tensor of the same name.
+        TypeError, ValueError: ``shard_bytes`` is no integer >= 1; two units make a tensor of the same name.
     """
+    require_integer("a checkpoint", "shard_bytes", shard_bytes, 1)
     filled: list[list[Unit]] = [[]]
     size, seen = 0, set()
     for unit in units:

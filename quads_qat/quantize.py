@@ -20,7 +20,7 @@ from torch import Tensor
 from quads_qat import checkpoint_io, checks, dialects, engine_limits, ops
 from quads_qat.activation_scales import calibration_data, observed_amaxes, recorded_scales, require_tokenizer
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, natural_order
-from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_kind
+from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, Scope, require_integer, require_kind
 from quads_qat.export import (
     casts_of,
     configs,
@@ -168,8 +168,9 @@ def _check_arguments(
         )
     if calibrate is not None and activations != "none":
         raise ValueError("quantize: activation scales come from calibrate or from activations, not from both")
-    if (workers is not None and workers < 1) or shard_bytes < 1:
-        raise ValueError(f"quantize: workers and shard_bytes must be > 0, got {workers} and {shard_bytes}")
+    require_integer("quantize", "shard_bytes", shard_bytes, 1)
+    if workers is not None:
+        require_integer("quantize", "workers", workers, 1)
 
 
 @dataclass(frozen=True, eq=False)

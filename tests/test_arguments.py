@@ -3,8 +3,10 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_modules import TINYMOE, fill, linears
@@ -12,6 +14,7 @@ from torch import nn
 
 import quads_qat as qq
 from quads_qat import ops
+from quads_qat.output_shards import pack
 
 
 def trainer() -> nn.Module:
@@ -112,3 +115,47 @@ def test_a_model_opt_config_takes_both():
     number: Any = 0.5
     with pytest.raises(TypeError, match=r"^ModelOptConfig: residual must be a ResidualConfig or None, got float"):
         ModelOptConfig(residual=number)
+
+
+INTEGERS: dict[str, tuple[int, Callable[[Any], object]]] = {
+    "Schedule: start_step": (0, lambda n: qq.Schedule(start_step=n)),
+    "ResidualConfig: granularity": (1, lambda n: qq.ResidualConfig(granularity=n)),
+    "bucketed: bucket_bytes": (1, lambda n: list(qq.bucketed([("w", X)], n))),
+    "export_checkpoint: shard_bytes": (
+        1,
+        lambda n: qq.export_checkpoint(trainer(), "never", dialect="modelopt", shard_bytes=n),
+    ),
+    "quantize: shard_bytes": (1, lambda n: qq.quantize_checkpoint("never", "out", shard_bytes=n)),
+    "quantize: workers": (1, lambda n: qq.quantize_checkpoint("never", "out", workers=n)),
+    "a checkpoint: shard_bytes": (1, lambda n: pack([], n)),
+    "GapLogger: every": (1, lambda n: qq.GapLogger(SimpleNamespace(add_scalar=print), every=n)),
+}
+
+
+@pytest.mark.parametrize("what", INTEGERS)
+@pytest.mark.parametrize("given", [1.5, 16.0, True, "16", None, -1])
+def test_what_must_be_an_integer(what: str, given: object):
+    if given is None and what.endswith("workers"):
+        return  # as many as there are cores
+    least, call = INTEGERS[what]
+    rule = f">= {least}, got -1" if given == -1 else f"got {given!r}"
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"{what} must be an integer") + f".*{re.escape(rule)}"):
+        call(given)
+
+
+def test_an_integer_of_numpy_is_one():
+    assert qq.ResidualConfig(granularity=np.int64(16)).granularity == 16
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([1.0, 0.5]), torch.tensor([0.0, torch.nan])])
+def test_a_mask_is_no_weight(mask: torch.Tensor):
+    with pytest.raises(ValueError, match=r"gap_stats: a mask says which tokens count, 0 or 1, got (0\.5|nan)"):
+        qq.gap_stats(torch.zeros(2), torch.ones(2), mask)
+    assert qq.gap_stats(torch.zeros(2), torch.ones(2), torch.tensor([1.0, 0.0])).tokens == 1
+    assert qq.gap_stats(torch.zeros(2), torch.ones(2), torch.tensor([7, 0])).tokens == 1
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(10.0)[::2], torch.randn(5, 7).t(), torch.ones(1, 4).expand(3, 4)])
+def test_tensors_of_any_strides_are_bucketed(tensor: torch.Tensor):
+    ((_, found),) = qq.unbucketed(qq.bucketed([("w", tensor)], 1024))
+    assert torch.equal(found, tensor)

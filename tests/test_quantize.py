@@ -296,8 +296,8 @@ def test_calibration_on_text_with_the_checkpoints_tokenizer(tmp_path: Path) -> N
         ),
         ({"activations": SOURCE}, "this is no NVFP4 checkpoint"),
         ({"activations": "observed"}, "pass calibrate=, or activations= as a mapping or the Path of"),
-        ({"workers": 0}, "workers and shard_bytes must be > 0, got 0"),
-        ({"shard_bytes": 0}, "workers and shard_bytes must be > 0"),
+        ({"workers": 0}, "workers must be an integer >= 1, got 0"),
+        ({"shard_bytes": 0}, "shard_bytes must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], match: str, tmp_path: Path) -> None:

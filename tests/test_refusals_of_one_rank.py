@@ -69,6 +69,9 @@ if rank == 1:
 both(lambda: qq.verify(model, away[0]))
 both(lambda: qq.verify(model, f"{folder}/out"))
 
+rollout = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual")
+both(lambda: qq.diagnose(model, rollout, torch.arange(3, 15)[None]))
+
 part = model.model.layers[1].self_attn.k_proj.weight.to_local()
 whole = part.clone()
 if rank == 1:
@@ -90,6 +93,7 @@ EXPECTED = [  # of each call: the start of what rank 0 says, and what rank 1 say
     ("went on", "went on"),
     ("RuntimeError: verify: rank 1 failed (ValueError: {}/other disk", "ValueError: {}/other disk"),
     ("went on", "went on"),
+    *[("ValueError: diagnose: model.embed_tokens.weight is sharded",) * 2],
     *[("ValueError: step: model.layers.1.self_attn.k_proj.weight holds 1 NaN or inf",) * 2],
     *[("ValueError: model.layers.1.self_attn.k_proj.weight: ",) * 2] * 2,
     ("went on", "went on"),
