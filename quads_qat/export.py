@@ -84,11 +84,11 @@ def export_checkpoint(
         ValueError: as :func:`~quads_qat.weight_stream.export_weights`; ``path`` exists; the disk is full. Nothing
             half-written stays.
     """
-    dialect = Dialect(dialect)
-    require_kind("export_checkpoint", "residual", residual, ResidualConfig)
-    require_integer("export_checkpoint", "shard_bytes", shard_bytes, 1)
     path, writes = Path(path), sharding.rank() == 0
     with sharding.together("export_checkpoint", model, _NOTHING):
+        dialect = Dialect(dialect)
+        require_kind("export_checkpoint", "residual", residual, ResidualConfig)
+        require_integer("export_checkpoint", "shard_bytes", shard_bytes, 1)
         root, conversion, _ = prepare(model, dialect, "export_checkpoint")
         warn_before_start(conversion, "export_checkpoint")
         contract = contract_of_export(conversion, activations, residual, activation_scale)

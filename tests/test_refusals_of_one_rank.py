@@ -60,6 +60,7 @@ FileWriter.write = write
 both(lambda: export(source=f"{folder}/nowhere"))
 activations = {"wrong": 1.0} if rank == 1 else "none"
 both(lambda: export(activations=activations))
+both(lambda: export(shard_bytes=1000 - 2000 * rank))
 assert not list(Path(folder).glob("*out*"))
 
 both(export)
@@ -90,12 +91,16 @@ EXPECTED = [  # of each call: the start of what rank 0 says, and what rank 1 say
     ("ValueError: {}/out: could not be written", "RuntimeError: export_checkpoint: rank 0 failed (ValueError: "),
     ("ValueError: {}/nowhere", "RuntimeError: export_checkpoint: rank 0 failed (ValueError: {}/nowhere"),
     ("RuntimeError: export_checkpoint: rank 1 failed (ValueError: export: activations has", "ValueError: export: act"),
+    (
+        "RuntimeError: export_checkpoint: rank 1 failed (ValueError: export_checkpoint: shard_bytes must be",
+        "ValueError: export_checkpoint: shard_bytes must be an integer >= 1, got -1000",
+    ),
     ("went on", "went on"),
     ("RuntimeError: verify: rank 1 failed (ValueError: {}/other disk", "ValueError: {}/other disk"),
     ("went on", "went on"),
     *[("ValueError: diagnose: model.embed_tokens.weight is sharded",) * 2],
     *[("ValueError: step: model.layers.1.self_attn.k_proj.weight holds 1 NaN or inf",) * 2],
-    *[("ValueError: model.layers.1.self_attn.k_proj.weight: ",) * 2] * 2,
+    *[("NotFiniteError: model.layers.1.self_attn.k_proj.weight: ",) * 2] * 2,
     ("went on", "went on"),
 ]
 
