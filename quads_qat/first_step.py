@@ -137,7 +137,10 @@ def _contract(
         return Check("contract", None, "the rollout's is not known", way_out)
     # packed weights were cast already; modules of a rollout in this process are compared below
     if found := [line for c in theirs for line in mine.differences(c, export_dtype=False, modules=c is given)]:
-        way_out = "convert both sides with the same recipe= and groups=, or start the engine from a new export"
+        way_out = (
+            "convert both sides with the same recipe=, groups=, scope=, include= and exclude=, or start the engine "
+            "from a new export"
+        )
         return Check("contract", False, f"trainer against rollout: {'; '.join(found)}", way_out)
     return Check("contract", True, f"both sides quantize weights with recipe '{mine.recipe}' and share scales alike")
 

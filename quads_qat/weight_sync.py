@@ -93,8 +93,9 @@ def update_weights(
     Raises:
         ValueError: not a rollout; a tensor of a wrong dtype, shape or value (NaN, inf, a scale that is no scale); a
             name that comes twice; packed tensors of two dialects, or of one that the rollout's recipe does not go with;
-            a scale group of which only a part is packed, or with several scales; at the end, missing or unexpected
-            names (``strict``).
+            a scale group of which only a part is packed, or with several scales; among packed tensors, one in high
+            precision for a weight that the rollout quantizes; at the end, missing or unexpected names (``strict``);
+            another ``contract``.
         TypeError: no model, or no stream; what comes is no pair of a name and a tensor. If it is the first that comes,
             the rollout is as it was.
 
