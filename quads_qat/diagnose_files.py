@@ -104,6 +104,11 @@ def _encode(trainer: Path, rollout: Path, text: str, trust_remote_code: bool) ->
     named = [path for path in (trainer, rollout) if list(path.glob("tokenizer*")) or list(path.glob("vocab*"))]
     if not named:
         if read_json(trainer / "config.json").get("vocab_size") == _BYTES:
+            warnings.warn(
+                f"{trainer}: holds no tokenizer, and neither does {rollout}; the bytes of the text are taken for token "
+                f"ids, since the vocabulary has {_BYTES}",
+                stacklevel=2,
+            )
             return list(text.encode())
         raise ValueError(f"{trainer}: has no tokenizer, and neither has {rollout}; put one into either directory")
     try:
