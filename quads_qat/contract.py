@@ -211,10 +211,10 @@ class Contract:
             for what, (mine, theirs) in pairs.items()
             if mine != theirs
         ]
-        apart = self.quantized_apart(other) if modules else ([], [])
-        if any(apart):
-            sides = " against ".join(listed(shortened(names)) or "none" for names in reversed(apart))
-            found.append(f"in high precision where the other side quantizes (scope, include, exclude): {sides}")
+        forms = "quantized against in high precision", "in high precision against quantized"
+        for names, form in zip(self.quantized_apart(other) if modules else ((), ()), forms, strict=True):
+            if names:
+                found.append(f"scope, include or exclude: {listed(shortened(names))} {form}")
         return found
 
     def modules(self) -> set[str]:

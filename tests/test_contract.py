@@ -198,12 +198,12 @@ def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, min
     model, rollout = qq.convert(plain[0], "w4a16", scope=theirs), qq.convert(plain[1], "w4a4_residual", scope=mine)
     before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
     state: Any = model.state_dict()
-    refused = "update_weights: another contract: in high precision where the other "
+    refused = "update_weights: another contract: scope, include or exclude: model.layers.*_proj and 1 more "
     if "all" not in (theirs, mine):  # here the same modules under two names
         qq.update_weights(rollout, state, contract=contract_of(model))
         return
-    lists = ["none against model.layers", "model.layers.* against none"]
-    with pytest.raises(ValueError, match=refused + f"side .*: {lists[theirs == 'all']}.*with the same") as error:
+    forms = ["quantized against in high precision", "in high precision against quantized"]
+    with pytest.raises(ValueError, match=f"{refused}{forms[theirs == 'all']};.*with the same") as error:
         qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=contract_of(model))
     assert "\n" not in str(error.value)
     assert "mlp.experts" not in str(error.value)
