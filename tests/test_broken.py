@@ -434,7 +434,7 @@ def test_a_generation_config_that_cannot_be_read(text: str, files: Path, tmp_pat
 
 
 def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path):
-    """At once, before its space is missed and though the destination is there; that of a process that is still writing stays."""
+    """At once, though the destination is there by now; that of a process that is still writing stays."""
     model = qq.convert(tiny_model("llama"), "w4a16")
 
     def export() -> None:

@@ -88,7 +88,9 @@ def test_a_source_weight_that_is_not_finite(tmp_path: Path) -> None:
     weight = tensors(SOURCE)[name].clone()
     weight[0, 0] = torch.nan
     source = rewritten(SOURCE, tmp_path / "source", {name: weight})
-    refused(f"{name}: the weight holds 1 NaN or inf", lambda: qq.quantize_checkpoint(source, tmp_path / "out"), tmp_path)
+    refused(
+        f"{name}: the weight holds 1 NaN or inf", lambda: qq.quantize_checkpoint(source, tmp_path / "out"), tmp_path
+    )
 
 
 def test_dialects_and_recipes(tmp_path: Path) -> None:
