@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -49,8 +49,9 @@ def load_rollout(
         weights_only: leave activations alone (W4A16 inference), whatever the checkpoint says.
         dtype: of what is not quantized; None: the config's.
         contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe,
-            scale groups, export dtype and quantized modules, and, where it names a rollout policy, that one (an
-            explicit argument above stands for it).
+            scale groups, export dtype and quantized modules, and, where it names a rollout policy, that one. An
+            explicit argument above stands for its own part of the policy (``weights_only`` for all of it); the rest
+            is then the contract's, and config.json may not record another.
         trust_remote_code: run the model code that the checkpoint brings, where transformers has none.
 
     Returns:
@@ -101,27 +102,37 @@ def rollout_policy(
         ValueError: the checkpoint was made under another contract than the one given.
 
     Warns:
-        UserWarning: a W4A4 checkpoint records nothing about rollouts, and neither does the caller say what is
-            compensated: says what this one does.
+        UserWarning: a W4A4 checkpoint records nothing about rollouts, and neither the caller nor the contract says what
+            is compensated: says what this one does.
     """
     recipe = None if activation_recipe is None else Recipe(activation_recipe)
     scale = None if activation_scale is None else ActivationScale(activation_scale)
-    chosen = None if checkpoint.contract is None else checkpoint.contract.rollout
-    unsaid = chosen is None and residual is None and not checkpoint.weights_only
-    if chosen is None and (residual is not None or scale is not None or not checkpoint.weights_only):
+    explicit = residual is not None or scale is not None or recipe is not None
+
+    def told(policy: RolloutPolicy) -> RolloutPolicy:
+        activation = ActivationFormat(scale=scale or policy.activation.scale, recipe=recipe or policy.activation.recipe)
+        return RolloutPolicy(activation=activation, residual=residual or policy.residual)
+
+    recorded = chosen = None if checkpoint.contract is None else checkpoint.contract.rollout
+    if chosen is None and (explicit or not checkpoint.weights_only):
         chosen = RolloutPolicy()
+    expected = None
     if contract is not None:
         contract = given_contract(contract, str(checkpoint.reader.path))
         require_contract(checkpoint, contract)
-        explicit = residual is not None or scale is not None or recipe is not None
-        if not explicit and contract.rollout is not None and chosen != contract.rollout:
+        expected = contract.rollout
+    if expected is not None and not weights_only:
+        if explicit and recorded is None:
+            chosen = expected
+        elif chosen is None or told(chosen) != told(expected):
             raise ValueError(
-                f"{checkpoint.reader.path}: another contract: rollouts of this checkpoint do {chosen}, expected "
-                f"{contract.rollout}; pass residual= and activation_scale= to override what is recorded"
+                f"{checkpoint.reader.path}: another contract: rollouts of this checkpoint do {_readable(chosen)}, "
+                f"expected {_readable(expected)}; pass residual=, activation_scale= or activation_recipe=, each for "
+                "its own part, to say what this one does"
             )
+    unsaid = recorded is None and expected is None and residual is None and not checkpoint.weights_only
     if chosen is not None:
-        activation = ActivationFormat(scale=scale or chosen.activation.scale, recipe=recipe or chosen.activation.recipe)
-        chosen = RolloutPolicy(activation=activation, residual=residual or chosen.residual)
+        chosen = told(chosen)
     if unsaid and chosen is not None and not weights_only:
         warnings.warn(
             f"{checkpoint.reader.path} does not record what rollouts do with activations; this one takes their scale "
@@ -133,11 +144,22 @@ def rollout_policy(
     return (None, None) if chosen is None or weights_only else (chosen.activation, chosen.residual)
 
 
+def _readable(policy: RolloutPolicy | None) -> str:
+    if policy is None:
+        return "nothing to activations"
+    residual = " ".join(f"{key} {value}" for key, value in asdict(policy.residual).items())
+    return f"activations {policy.activation.scale} ({policy.activation.recipe}), residual {residual}"
+
+
 def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> None:
     """Raise ValueError if the weights were made otherwise, as far as is recorded; activations never count."""
     contract = given_contract(given, str(checkpoint.reader.path))
     if checkpoint.contract is not None:
-        contract.require_same(checkpoint.contract, str(checkpoint.reader.path), modules=False)
+        recorded, config = checkpoint.contract, checkpoint.reader.config
+        first_version = recorded.export_dtype is None and recorded.quantized is None
+        if first_version and (config.get("dtype") or config.get("torch_dtype")):  # its writers put it there
+            recorded = replace(recorded, export_dtype=checkpoint.export_dtype)
+        contract.require_same(recorded, str(checkpoint.reader.path), modules=False)
     elif contract.recipe not in dialects.FOREIGN_RECIPES[checkpoint.dialect]:
         made = " or ".join(f"'{recipe}'" for recipe in dialects.FOREIGN_RECIPES[checkpoint.dialect])
         raise ValueError(

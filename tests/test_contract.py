@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -263,9 +264,57 @@ def test_another_contract_is_refused(exported: Path, tmp_path: Path) -> None:
     qq.load_rollout(other, contract=expected)  # a W4A16 trainer expects nothing of activations
     with pytest.raises(
         ValueError, match=r"another contract: rollouts of this checkpoint do .*0\.5.*, expected .*0\.25"
-    ):
+    ) as refused:
         qq.load_rollout(other, contract=contract_of(exported))
+    assert "RolloutPolicy(" not in str(refused.value)
     qq.load_rollout(other, contract=contract_of(exported), residual=ResidualConfig(fraction=1))
+    assert settings(other, contract=contract_of(exported), weights_only=True) == (None, None)
+
+
+def test_an_explicit_argument_stands_for_its_own_part_of_a_contract(exported: Path, tmp_path: Path) -> None:
+    contract = contract_of(exported)
+    unrecorded = with_entry(exported, tmp_path / "other", lambda e: e | {"rollout": None})
+    for path in (exported, unrecorded):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the contract says what rollouts do
+            activation, residual = settings(path, contract=contract, activation_scale="per_tensor")
+        assert activation.scale is ActivationScale.PER_TENSOR
+        assert residual == ResidualConfig(fraction=0.25, scope="block")  # pyright: ignore[reportArgumentType]
+        activation, residual = settings(path, contract=contract, residual=ResidualConfig(fraction=1))
+        assert (activation.scale, residual) == (ActivationScale.STATIC, ResidualConfig(fraction=1))
+        activation, residual = settings(path, contract=contract, activation_recipe="modelopt-ieee")
+        assert activation == ActivationFormat(scale=ActivationScale.STATIC, recipe=Recipe.MODELOPT_IEEE)
+        assert residual.fraction == 0.25
+    policy = RolloutPolicy(activation=ActivationFormat(scale=ActivationScale.STATIC), residual=ResidualConfig())
+    with pytest.raises(ValueError, match=r"another contract: rollouts .*fraction 0\.25.*, expected .*fraction 0\.5"):
+        qq.load_rollout(exported, contract=replace(contract, rollout=policy), activation_scale="per_tensor")
+    qq.load_rollout(exported, contract=replace(contract, rollout=policy), residual=ResidualConfig(fraction=1))
+
+
+def test_a_rollout_of_a_w4a16_checkpoint_takes_the_rest_of_the_policy_from_the_contract() -> None:
+    path = CHECKPOINTS / "compressed_tensors" / "qwen3-nvfp4a16"
+    contract = contract_of(qq.load_rollout(path, residual=ResidualConfig(fraction=0.25)))
+    assert contract_of(qq.load_rollout(path, weights_only=True, contract=contract)).rollout is None
+    activation, residual = settings(path, contract=contract, activation_scale="per_tensor")
+    assert (activation.scale, residual) == (ActivationScale.PER_TENSOR, ResidualConfig(fraction=0.25))
+    with pytest.raises(ValueError, match=r"do nothing to activations, expected .*0\.25.*residual=.*activation_recipe="):
+        qq.load_rollout(path, contract=contract)
+
+
+def test_the_export_dtype_of_the_first_version_is_that_of_its_config(exported: Path, tmp_path: Path) -> None:
+    newer = ("export_dtype", "quantized", "high_precision")
+    first = with_entry(
+        exported, tmp_path / "first", lambda e: {k: v for k, v in e.items() if k not in newer} | {"version": 1}
+    )
+    contract = contract_of(trainer())
+    half = replace(contract, export_dtype=torch.float16)
+    for load in (qq.load_rollout, qq.load_model):
+        load(first, contract=contract)
+        load(first, contract=replace(contract, export_dtype=None))
+        with pytest.raises(ValueError, match=r"another contract: export dtype .*: float16 against bfloat16; export or"):
+            load(first, contract=half)
+    (first / "config.json").write_text(json.dumps(config(first) | {"dtype": None, "torch_dtype": None}), "utf-8")
+    qq.load_model(first, torch.bfloat16, contract=half)  # nothing says what it was
 
 
 def test_scale_groups_of_a_rule(tmp_path: Path) -> None:
