@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,15 @@ class Ledger:
     """Which tensors have come, by name, dtype and shape alone: the same rules for a rehearsal and for the sync."""
 
     def __init__(
-        self, root: nn.Module, conversion: Conversion, plan: SyncPlan, contract: Contract | None = None
+        self,
+        root: nn.Module,
+        conversion: Conversion,
+        plan: SyncPlan,
+        contract: Contract | None = None,
+        untold: Collection[str] = (),
     ) -> None:
         self.root, self.conversion, self.plan, self.contract = root, conversion, plan, contract
+        self.untold = untold  # weights of which nobody knows to what fp32 masters are cast
         with conversion.sync.readable():
             self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
         self.seen: set[str] = set()
@@ -93,6 +100,12 @@ class Ledger:
             raise ValueError(f"update_weights: {name} must be {here}{masters}, got {dtype}")
         if weight is not None:
             self._enter_form(name, weight, _HIGH_PRECISION)
+            if dtype == torch.float32 and weight.name in self.untold:
+                raise ValueError(
+                    f"update_weights: {name} is {_HIGH_PRECISION}, its trainer's export dtypes differ, and nothing "
+                    "tells to which this one is cast before it is quantized; send trainer.state_dict() as it is made, "
+                    "which tells, or quads_qat.export_weights(trainer)"
+                )
         filled, numel = self.filled.get(target.parameter, 0), self.plan.shapes[target.parameter].numel()
         if filled == numel == target.elements and target.parameter in self.plan.tied:
             return  # under another of its names
@@ -127,6 +140,8 @@ class Ledger:
             what = f"the trainer's scales are held ({contract.weight_scale})"
         elif weight.module in self.listed:
             return  # both contracts say which modules are quantized, and were compared
+        elif theirs is mine:
+            return  # what is beyond it was included, here and perhaps there
         elif not in_scope(weight.module, theirs) or widths.index(theirs) < widths.index(mine):
             what = f"the trainer quantizes scope '{theirs}', this rollout '{mine}'"
         else:

@@ -25,15 +25,17 @@ def notes_of(named_tensors: Any) -> dict[str, dict[str, Any]]:
 
 def cast_as_told(
     conversion: Conversion, contract: Contract | None, notes: Mapping[str, Mapping[str, Any]]
-) -> Conversion:
+) -> tuple[Conversion, set[str]]:
     """A rollout's record with which masters are cast as their trainer casts them, where that is told.
 
-    Weights that are packed were cast already.
+    Beside it the weights of which it is not, although the trainer is known to cast to several dtypes. A contract
+    tells one for all, a state_dict that of each module. Weights that are packed were cast already.
 
     Raises:
         ValueError: contract and state_dict tell different dtypes.
     """
-    told = {getattr(torch, note["export_dtype"]) for note in notes.values()}
+    noted = {module: getattr(torch, note["export_dtype"]) for module, note in notes.items()}
+    told = set(noted.values())
     if contract is not None and contract.export_dtype is not None:
         if other := told - {contract.export_dtype}:
             raise ValueError(
@@ -41,12 +43,18 @@ def cast_as_told(
                 f"{contract.export_dtype}; pass contract=quads_qat.contract_of(trainer)"
             )
         told = {contract.export_dtype}
-    if len(told) != 1:
-        return conversion
-    (dtype,) = told
-    formats = {name: replace(weight.format, export_dtype=dtype) for name, weight in conversion.weights.items()}
-    weights = {name: replace(weight, format=formats[name]) for name, weight in conversion.weights.items()}
-    return replace(conversion, weights=weights)
+    elif contract is not None and contract.quantized is not None and not told:  # a record that says: they differ
+        dtypes = {weight.format.export_dtype for weight in conversion.weights.values()}
+        return conversion, {*conversion.weights} if len(dtypes) == 1 else set()  # several are as many as it knows
+    if not told:
+        return conversion, set()
+    only = next(iter(told)) if len(told) == 1 else None  # also of modules that have other names here
+    weights = {}
+    for name, weight in conversion.weights.items():
+        dtype = only or noted.get(weight.module, weight.format.export_dtype)
+        weights[name] = replace(weight, format=replace(weight.format, export_dtype=dtype))
+    untold = {weight.name for weight in weights.values() if only is None and weight.module not in noted}
+    return replace(conversion, weights=weights), untold
 
 
 def objections(named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conversion: Conversion) -> list[str]:

@@ -94,7 +94,8 @@ def update_weights(
         ValueError: not a rollout; a tensor of a wrong dtype, shape or value (NaN, inf, a scale that is no scale); a
             name that comes twice; packed tensors of two dialects, or of one that the rollout's recipe does not go with;
             a scale group of which only a part is packed, or with several scales; among packed tensors, one in high
-            precision for a weight that the rollout quantizes; at the end, missing or unexpected names (``strict``);
+            precision for a weight that the rollout quantizes; fp32 masters of a trainer whose export dtypes differ,
+            if only its contract tells that; at the end, missing or unexpected names (``strict``);
             another ``contract``.
         TypeError: no model, or no stream; what comes is no pair of a name and a tensor. If it is the first that comes,
             the rollout is as it was.
@@ -134,14 +135,16 @@ def update_weights(
         )
     stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
     notes = notes_of(named_tensors)
-    conversion = cast_as_told(conversion, made_under, notes)
-    announced = _check_ahead(lambda: Ledger(root, conversion, plan, made_under), named_tensors, metadata, strict=strict)
+    conversion, untold = cast_as_told(conversion, made_under, notes)
+    announced = _check_ahead(
+        lambda: Ledger(root, conversion, plan, made_under, untold), named_tensors, metadata, strict=strict
+    )
     for objection in objections(named_tensors, notes, conversion):
         warnings.warn(objection, stacklevel=2)
     state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True
     try:
-        sync = Sync(root, conversion, plan, made_under)
+        sync = Sync(root, conversion, plan, made_under, untold)
         for item in stream:
             name, tensor = _checked_item(item)
             if not begun:  # what is no stream at all breaks nothing

@@ -21,6 +21,7 @@ from weight_syncs import assert_same_state, state
 import quads_qat as qq
 from quads_qat.config import Mode
 from quads_qat.contract import Contract, contract_of
+from quads_qat.conversion import conversion_of
 from quads_qat.diagnose_files import diagnose_checkpoints
 from quads_qat.name_ranges import expanded, pattern, shortened
 from quads_qat.selection import first_match
@@ -38,6 +39,21 @@ def trainer(masters: torch.dtype = torch.float32, export: torch.dtype = torch.bf
             parameter.mul_(1.0009)  # in fp32 between the numbers of bf16
     model.config.dtype = export
     return qq.convert(model, "w4a16", **options)
+
+
+def both_dtypes() -> nn.Module:
+    """A trainer whose first layer has masters in bf16, and the rest fp32 masters that are cast to fp16."""
+    model: Any = tiny_model("qwen3_moe", seed=1).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0009)
+    model.model.layers[0].to(torch.bfloat16)
+    model.config.dtype = torch.float16
+    return qq.convert(model, "w4a16")
+
+
+def quantized_weights(model: nn.Module) -> set[str]:
+    return set(conversion_of(model, "the test")[1].weights)
 
 
 def rollout(dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
@@ -171,6 +187,32 @@ def test_a_source_in_fp16_and_a_trainer_with_masters_in_fp32_differ(tmp_path: Pa
     assert qq.verify(qq.convert(again, "w4a16"), tmp_path / "ptq").ok
 
 
+@pytest.mark.parametrize("with_contract", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_state_dict_tells_the_export_dtype_of_each_module(dtype: torch.dtype, with_contract: bool) -> None:
+    model, expected, mine = both_dtypes(), rollout(torch.float32), rollout(dtype)
+    told = contract_of(model) if with_contract else None
+    assert contract_of(model).export_dtype is None
+    qq.update_weights(expected, qq.export_weights(model, "modelopt"), contract=told)
+    masters: Any = model.state_dict()
+    for name in [n for n in masters if n not in quantized_weights(model)]:
+        masters[name] = masters[name].to(dtype)  # what is not quantized is the rollout's own
+    qq.update_weights(mine, masters, contract=told)
+    assert_same_state(quantized(mine), quantized(expected))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_masters_are_refused_if_only_a_contract_tells_that_export_dtypes_differ(ahead: bool) -> None:
+    model, target = both_dtypes(), rollout()
+    before, masters = state(target), {n: t for n, t in model.state_dict().items() if t.dtype == torch.float32}
+    sent = dict(masters) if ahead else iter(masters.items())
+    said = r"layers.1.*weight is in high precision, its trainer's export dtypes differ, and nothing tells .*; send"
+    with pytest.raises(ValueError, match=said):
+        qq.update_weights(target, sent, contract=contract_of(model), strict=False)
+    if ahead:
+        assert_same_state(state(target), before)
+
+
 # --------------------------------------------------------------------------------------------------- quantized modules
 
 
@@ -255,6 +297,22 @@ def test_what_a_contract_does_not_tell_is_not_refused() -> None:
     renamed = replace(told, quantized=tuple(f"language_model.{name}" for name in told.quantized or ()))
     for known in (stage, renamed, replace(told, quantized=None), replace(told, high_precision=None)):
         qq.update_weights(target, weights, contract=known)
+    assert qq.check_first_step(model, target).failed == []
+
+
+def test_include_beyond_the_scope_is_no_other_scope() -> None:
+    """Masters of all stages of a pipeline, and the contract of one, which does not list the modules of the others."""
+    selection: Any = {"scope": "experts", "include": ["*.q_proj", "*.k_proj", "*.v_proj"]}
+    stage: Any = tiny_model("qwen3_moe", seed=1)
+    stage.model.layers[0] = nn.Identity()
+    told, model, target = (
+        contract_of(qq.convert(stage, "w4a16", **selection)),
+        trainer(**selection),
+        rollout(**selection),
+    )
+    first = {name: tensor for name, tensor in model.state_dict().items() if ".layers.0." in name}
+    qq.update_weights(target, first, strict=False, contract=told)
+    qq.update_weights(target, iter(model.state_dict().items()), contract=told)
     assert qq.check_first_step(model, target).failed == []
 
 
