@@ -1,4 +1,7 @@
-"""Lists of module names, short: ``model.layers.0-27.mlp.experts.0-127.up_proj`` for 3584 of them."""
+"""Lists of module names, short: ``model.layers.0-27.mlp.experts.0-127.up_proj`` for 3584 of them.
+
+A word that would be read as ranges (a ModuleDict's key "1-2") is written with a backslash before it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 _N = r"(?:0|[1-9]\d*)"
 _NUMBER, _RANGES = re.compile(_N), re.compile(rf"{_N}(?:-{_N})?(?:,{_N}(?:-{_N})?)*")
+_ESCAPED = re.compile(rf"\\+{_RANGES.pattern}")
 _MOST = 10**7
 """Names in a list: no model has more, and a damaged file must not fill the memory."""
 
@@ -22,7 +26,7 @@ def shortened(names: Iterable[str]) -> tuple[str, ...]:
     alike: dict[tuple[str | None, ...], set[tuple[int, ...]]] = {}
     for name in names:
         parts = name.split(".")
-        frame = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)
+        frame = tuple(None if _NUMBER.fullmatch(part) else _escaped(part) for part in parts)
         alike.setdefault(frame, set()).add(tuple(int(part) for part in parts if _NUMBER.fullmatch(part)))
     return tuple(
         ".".join(next(ranges) if part is None else part for part in frame)
@@ -73,7 +77,8 @@ def expanded(short: Collection[str]) -> list[str]:
     found = []
     for name, parts in zip(short, names, strict=True):
         choices = zip(name.split("."), parts, strict=True)
-        found += map(".".join, itertools.product(*([part] if not runs else _numbers(runs) for part, runs in choices)))
+        words = ([_unescaped(part)] if not runs else _numbers(runs) for part, runs in choices)
+        found += map(".".join, itertools.product(*words))
     return found
 
 
@@ -84,8 +89,16 @@ def pattern(short: str) -> str:
     re:layers[.](?:0|1|3)[.]q$
     """
     parts = [(part, _numbers(_runs(part))) for part in short.split(".")]
-    words = (f"(?:{'|'.join(numbers)})" if numbers else re.escape(part) for part, numbers in parts)
+    words = (f"(?:{'|'.join(numbers)})" if numbers else re.escape(_unescaped(part)) for part, numbers in parts)
     return f"re:{'[.]'.join(words)}$"
+
+
+def _escaped(word: str) -> str:
+    return f"\\{word}" if _RANGES.fullmatch(word) or _ESCAPED.fullmatch(word) else word
+
+
+def _unescaped(word: str) -> str:
+    return word[1:] if _ESCAPED.fullmatch(word) else word
 
 
 def _runs(part: str) -> list[tuple[int, int]]:

@@ -374,7 +374,7 @@ def test_a_state_dict_tells_the_export_dtype(export: torch.dtype, dtype: torch.d
 # --------------------------------------------------------------------------------------------------------- short lists
 
 
-parts = st.sampled_from(["a", "b_1", "x-y", "", "007", "0", "1", "2", "3", "10"])
+parts = st.sampled_from(["a", "b_1", "x-y", "", "007", "0", "1", "2", "3", "10", "1-2", "1,2", r"\1-2", r"\\3", r"\a"])
 
 
 @given(st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), max_size=40))
@@ -399,6 +399,18 @@ def test_diagnosis_from_files_quantizes_what_the_checkpoint_records(tmp_path: Pa
     (tmp_path / "text").write_text("37+45=82\n" * 4, "utf-8")
     found = diagnose_checkpoints(source, tmp_path / "out", tmp_path / "text", mode=Mode.W4A16, length=16, rows=2)
     assert found.gap["delta_weight"].max == 0.0
+
+
+def test_words_that_look_like_ranges_are_words() -> None:
+    names = ["d.1-2", "d.1", "d.2", "d.3-9999999999", "d.3"]
+    assert shortened(names) == (r"d.\1-2", "d.1-3", r"d.\3-9999999999")
+    assert expanded(["a.1-2", "x-y"]) == ["a.1", "a.2", "x-y"]  # as in older files
+    model = nn.Module()
+    model.d = nn.ModuleDict({name.removeprefix("d."): nn.Linear(32, 16) for name in names})
+    told = contract_of(qq.convert(model, "w4a16", exclude=["d.1", "d.2"]))
+    again = Contract.from_json(json.loads(json.dumps(told.to_json())), "the message")
+    assert again.quantized_apart(told) == ([], [])
+    assert again.modules() == set(names)
 
 
 def test_lists_are_short() -> None:
