@@ -298,6 +298,79 @@ def test_adapters_are_saved_and_loaded_by_peft(tmp_path: Path):
             assert_same_bits(loaded(input_ids=ids()).logits, expected)
 
 
+def trained_with_copies(order: str, saved: list[str], base: nn.Module | None = None) -> PeftModel:
+    """``saved`` modules are copied and trained in full (``modules_to_save``)."""
+    base = base_model() if base is None else base
+    if order == "convert first":
+        model = qq.convert(base, "w4a16", recipe=RECIPE)
+        model = get_peft_model(model, lora_config(target_modules=TARGETS, modules_to_save=saved, r=4))
+    else:
+        model = get_peft_model(base, LoraConfig(target_modules=TARGETS, modules_to_save=saved, r=4))
+        model = quantize_merged(qq.convert(model, "w4a16", recipe=RECIPE))
+    train(model)
+    return model
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(found[name], tensor, name)
+
+
+@ORDERS
+@pytest.mark.parametrize("saved", [["lm_head"], ["norm", "gate", "embed_tokens"]], ids="+".join)
+def test_modules_that_are_trained_in_full_are_exported_as_trained(order: str, saved: list[str]):
+    model = trained_with_copies(order, saved)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = [(name, id(module)) for name, module in model.named_modules()]
+    with merged(model) as plain:
+        found = dict(qq.export_weights(plain, "modelopt"))
+    with pytest.raises(KeyError, match="inside"), merged(model):
+        raise KeyError("inside")
+    with model.disable_adapter(), merged(model) as plain:
+        untrained = dict(qq.export_weights(plain, "modelopt"))
+    assert [(name, id(module)) for name, module in model.named_modules()] == modules
+    assert_same_tensors(model.state_dict(), before)
+    assert_same_tensors(found, dict(qq.export_weights(model.merge_and_unload(), "modelopt")))
+    assert_same_tensors(
+        untrained, dict(qq.export_weights(qq.convert(base_model(), "w4a16", recipe=RECIPE), "modelopt"))
+    )
+    for name in saved:
+        tensors = [n for n in found if n.removesuffix(".weight").endswith(name)]
+        assert tensors
+        assert not any(torch.equal(found[n], untrained[n]) for n in tensors)
+
+
+@ORDERS
+def test_a_copy_of_a_quantized_module_is_not_exported(order: str):
+    model = trained_with_copies(order, ["k_proj"])
+    with pytest.raises(ValueError, match=r"k_proj.* is not the module that was converted"), merged(model) as plain:
+        qq.export_weights(plain, "modelopt")
+
+
+def test_a_copy_of_a_tied_head_is_exported_as_one_of_its_own(tmp_path: Path):
+    def tied() -> nn.Module:
+        base = base_model()
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+        assert base.lm_head.weight is base.model.embed_tokens.weight
+        return base
+
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        model = trained_with_copies("convert first", ["lm_head"], tied())
+    with merged(model) as plain:
+        found = dict(qq.export_weights(plain, "modelopt"))
+        qq.export_checkpoint(plain, tmp_path / "out", dialect="modelopt")
+    assert model.get_base_model().config.tie_word_embeddings is True
+    loaded = qq.load_model(tmp_path / "out")
+    with pytest.warns(UserWarning, match="no longer tied"):
+        plain = model.merge_and_unload()
+    assert_same_tensors(found, dict(qq.export_weights(plain, "modelopt")))
+    assert_same_bits(loaded.lm_head.weight, plain.lm_head.weight)
+    assert_same_bits(loaded.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    assert not torch.equal(plain.lm_head.weight, plain.model.embed_tokens.weight)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_no_gradient(reentrant: bool):
     model = trainer()

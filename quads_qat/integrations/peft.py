@@ -37,6 +37,7 @@ from quads_qat.integrations.peft_layers import (
     BaseTunerLayer,  # pyright: ignore
     LoraConfig,  # pyright: ignore
     LoraLinear,  # pyright: ignore
+    ModulesToSaveWrapper,  # pyright: ignore
     ParamWrapper,  # pyright: ignore
     QuantizedLora,
     QuantizedLoraExperts,
@@ -154,7 +155,8 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
 
     Afterwards adapters and base weights are what they were, bit for bit. Costs one copy of the adapted weights on
     their device (of fused experts, that is most of the model). The PEFT model itself must not run inside it. Adapters
-    that are disabled (``model.disable_adapter()``) are left out, as in a forward.
+    that are disabled (``model.disable_adapter()``) are left out, as in a forward. Modules that PEFT trains in full
+    (``modules_to_save``) stand in the place of the original ones; a head that was tied to the embedding then is not.
 
     Yields:
         the base model, converted.
@@ -168,7 +170,7 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
         (parent, leaf, child)
         for parent in root.modules()
         for leaf, child in parent._modules.items()
-        if isinstance(child, QuantizedLora)
+        if isinstance(child, QuantizedLora | ModulesToSaveWrapper)
     ]
     other = next(
         (n for n, m in root.named_modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, QuantizedLora)),
@@ -180,8 +182,11 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
             "quads_qat.integrations.peft.lora_config, or call quantize_merged(model) before training"
         )
     ours: list[QuantizedLora] = []
+    config: Any = getattr(root, "config", None)
+    copied = any(isinstance(layer, ModulesToSaveWrapper) for _, _, layer in places)
+    tied = copied and getattr(config, "tie_word_embeddings", False)
     try:
-        for _, _, layer in places:
+        for layer in [layer for _, _, layer in places if isinstance(layer, QuantizedLora)]:
             if layer.disable_adapters:
                 if layer.merged:
                     layer.unmerge()
@@ -189,14 +194,38 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
                 ours.append(layer)
                 layer.merge()
         for parent, leaf, layer in places:  # layers of several parameters of one module are nested
-            parent._modules[leaf] = layer.get_base_layer()
+            parent._modules[leaf] = _in_use(layer)
+        if tied and _has_own_head(root):
+            config.tie_word_embeddings = False  # as merge_and_unload does
         yield root
     finally:
+        if tied:
+            config.tie_word_embeddings = tied
         for parent, leaf, layer in places:
             parent._modules[leaf] = layer
         for layer in ours:
             if layer.merged:
                 layer.unmerge()
+
+
+def _in_use(layer: Any) -> nn.Module:
+    """The module that a forward of this wrapper runs, once adapters are merged."""
+    if isinstance(layer, QuantizedLora):
+        return layer.get_base_layer()
+    active = layer.active_adapters
+    if layer.disable_adapters or not active or active[0] not in layer.modules_to_save:
+        return layer.original_module
+    return layer.modules_to_save[active[0]]
+
+
+def _has_own_head(root: Any) -> bool:
+    """Whether the output head has another weight than the embedding."""
+    try:
+        embedding, head = root.get_input_embeddings(), root.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # no language model
+        return False
+    weight = getattr(head, "weight", None)
+    return weight is not None and weight is not getattr(embedding, "weight", None)
 
 
 # ------------------------------------------------------------------------------------------------------- frozen, packed
