@@ -151,6 +151,10 @@ class Ledger:
             "not tell; send packed tensors: quads_qat.export_weights(trainer), or export_checkpoint and its files"
         )
 
+    def took_masters(self) -> bool:
+        """Whether weights have come that are quantized here."""
+        return _HIGH_PRECISION in self.forms.values()
+
     def complete(self, parameter: str) -> bool:
         """Whether all of a parameter has come."""
         weight, filled = self.conversion.weights.get(parameter), self.filled.get(parameter, 0)

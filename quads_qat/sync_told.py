@@ -11,7 +11,7 @@ import torch
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion
 from quads_qat.linear import TRAINER
-from quads_qat.name_ranges import listed, shortened
+from quads_qat.name_ranges import expanded, listed, shortened
 from quads_qat.schedule import not_started
 
 _MASTERS = "update_weights: this state_dict is of a trainer that"
@@ -55,6 +55,21 @@ def cast_as_told(
         weights[name] = replace(weight, format=replace(weight.format, export_dtype=dtype))
     untold = {weight.name for weight in weights.values() if only is None and weight.module not in noted}
     return replace(conversion, weights=weights), untold
+
+
+def not_compared(mine: Contract, theirs: Contract) -> str:
+    """Why two contracts that do not differ say nothing of what is quantized; "" where they do."""
+    if None in (mine.quantized, mine.high_precision, theirs.quantized, theirs.high_precision):
+        return ""  # an older record
+    here, there = expanded(mine.quantized or ()), expanded(theirs.quantized or ())
+    if not theirs.modules().isdisjoint(here) or not mine.modules().isdisjoint(there):
+        return ""
+    return (
+        f"update_weights: the contract quantizes {listed(theirs.quantized or ())}, this rollout "
+        f"{listed(mine.quantized or ())}: no name in both, so it was not compared which weights the trainer quantizes; "
+        "pass the contract of a model with the names of the rollout, or send packed tensors: "
+        "quads_qat.export_weights(trainer)"
+    )
 
 
 def objections(named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conversion: Conversion) -> list[str]:

@@ -45,7 +45,7 @@ from quads_qat.conversion import conversion_of, require_unwrapped
 from quads_qat.sync_layers import Sync, SyncReport
 from quads_qat.sync_ledger import Ledger
 from quads_qat.sync_plan import Layout, sync_plan
-from quads_qat.sync_told import cast_as_told, notes_of, objections
+from quads_qat.sync_told import cast_as_told, not_compared, notes_of, objections
 
 _STREAMS = "pass quads_qat.export_weights(trainer, 'modelopt') or trainer.state_dict()"
 
@@ -102,7 +102,8 @@ def update_weights(
 
     Warns:
         UserWarning: the ``state_dict()`` of a trainer that holds its scales, quantizes other modules than the rollout,
-            or does not quantize yet (``Schedule.start_step``), as far as it came as it was made.
+            or does not quantize yet (``Schedule.start_step``), as far as it came as it was made. Weights in high
+            precision under a ``contract`` that has none of the rollout's names, so that nothing was compared.
 
     Activation scales that come along replace the static ones; a scale of a rollout that uses none is ignored, and so
     are scales of KV caches. Static residual masks stay as they are: they depend on activations, not on weights. They
@@ -126,8 +127,11 @@ def update_weights(
         )
     require_unwrapped(root, "update_weights")
     made_under = None if contract is None else given_contract(contract, "update_weights")
+    unheard = ""
     if made_under is not None:
-        Contract.of_conversion(conversion).require_same(made_under, "update_weights", export_dtype=False)
+        mine = Contract.of_conversion(conversion)
+        mine.require_same(made_under, "update_weights", export_dtype=False)
+        unheard = not_compared(mine, made_under)
     if conversion.sync.running:
         raise RuntimeError(
             "update_weights: another sync of this rollout is under way (in a thread, or in the generator that this one "
@@ -167,6 +171,8 @@ def update_weights(
     finally:
         state.running = False
     state.broken = before if report.missing else ""
+    if unheard and not notes and sync.ledger.took_masters():  # packed tensors and metadata tell it themselves
+        warnings.warn(unheard, stacklevel=2)
     return report
 
 

@@ -300,6 +300,29 @@ def test_what_a_contract_does_not_tell_is_not_refused() -> None:
     assert qq.check_first_step(model, target).failed == []
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_contract_of_other_names_warns_that_masters_were_not_compared(
+    ahead: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, wrapped, target = trainer(**EXCLUDE), nn.Module(), rollout()
+    wrapped.module = qq.revert(model)
+    wrapped = qq.convert(wrapped, "w4a16", **EXCLUDE)
+    told, masters = contract_of(wrapped), {n.removeprefix("module."): t for n, t in wrapped.state_dict().items()}
+    recwarn.clear()
+    said = (
+        r"update_weights: the contract quantizes module.model.layers.0-1.self_attn.q_proj, .* and \d+ more, this "
+        r"rollout model.layers.0-1.self_attn.q_proj, .* and \d+ more: no name in both, so .* compared"
+    )
+    with pytest.warns(UserWarning, match=said) as warned:
+        qq.update_weights(target, masters if ahead else iter(masters.items()), contract=told)
+    assert [warning.filename for warning in warned] == [__file__]
+    recwarn.clear()
+    same, packed = rollout(**EXCLUDE), list(qq.export_weights(wrapped, "modelopt"))
+    qq.update_weights(same, [(n.removeprefix("module."), t) for n, t in packed], contract=told)  # packed tell it
+    qq.update_weights(same, iter(masters.items()), contract=contract_of(same))
+    assert not recwarn.list
+
+
 def test_include_beyond_the_scope_is_no_other_scope() -> None:
     """Masters of all stages of a pipeline, and the contract of one, which does not list the modules of the others."""
     selection: Any = {"scope": "experts", "include": ["*.q_proj", "*.k_proj", "*.v_proj"]}
