@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_training import ids, train
 from bits import assert_same_bits
 from small_modules import fill
 from tiny_models import tiny_model
@@ -69,26 +70,10 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayers]:
     return found
 
 
-def ids(seed: int = 0) -> Tensor:
-    return torch.randint(3, 120, (2, 9), generator=torch.Generator().manual_seed(seed))
-
-
 def multiplied_by(layer: nn.Module) -> Tensor:
     """[N, K]: the weight that a linear without bias multiplies by; a product with one hides the sign of zero."""
     with torch.no_grad():
         return layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).t().contiguous()
-
-
-def train(model: nn.Module, steps: int = 2) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids(step % 2), labels=ids(step % 2)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ------------------------------------------------------------------------------------------------- quantized and merged

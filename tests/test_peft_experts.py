@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from adapter_training import ids, train
 from bits import assert_same_bits
 from tiny_models import tiny_inputs, tiny_model
 from torch import Tensor, fx, nn
@@ -72,25 +73,9 @@ def expert_layers(model: nn.Module) -> dict[str, QuantizedLoraExperts]:
     return found
 
 
-def ids(seed: int = 0) -> Tensor:
-    return torch.randint(3, 120, (2, 9), generator=torch.Generator().manual_seed(seed))
-
-
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model(input_ids=ids()).logits
-
-
-def train(model: nn.Module, steps: int = 2) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids(step % 2), labels=ids(step % 2)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def with_merged_weights(base: nn.Module, model: nn.Module) -> nn.Module:
