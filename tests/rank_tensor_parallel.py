@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -96,27 +97,33 @@ def hooks_of_transformers(rank: int, world: int) -> None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError:  # an older transformers, whose hooks go with shards that are no parameters
         return
-    plan = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts": "moe_tp_experts"}
-    attention = {"layers.*.self_attn.o_proj": "rowwise"}
+    of_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters  # else, up to 5.17, the model's own
     mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("tp",))
+
+    def parallelized(mode: str, styles: dict[str, str]) -> nn.Module:
+        model = qq.convert(tiny_model("qwen3_moe").to(DEVICE), mode)
+        styles = {f"model.layers.*.{name}": style for name, style in styles.items()}
+        if of_plan:
+            spread = {name.replace("*", str(i)): style for name, style in styles.items() for i in range(2)}
+            apply_tensor_parallelism(model, mesh, spread)
+        else:
+            model.tp_plan = styles
+            apply_tensor_parallelism(model, mesh)
+        return model
+
+    experts = {"mlp.experts.gate_up_proj": "packed_colwise", "mlp.experts": "moe_tp_experts"}
+    attention = {"self_attn.o_proj": "rowwise", "self_attn.o_proj.weight": "rowwise"}
     ids = torch.arange(3, 15, device=DEVICE)[None]
-    for styles, where in ((plan, "mlp.experts.gate_up_proj"), (attention, "self_attn.o_proj.weight")):
-        model = qq.convert(tiny_model("qwen3_moe").to(DEVICE), "w4a16")
-        spread = {
-            f"model.{name.replace('*', str(i))}{end}": style
-            for name, style in styles.items()
-            for i in range(2)
-            for end in (["", ".weight"] if style == "rowwise" else [""])
-        }
-        apply_tensor_parallelism(model, mesh, spread)
+    for styles, where in ((experts, r"mlp\.experts\.gate_up_proj"), (attention, r"self_attn\.o_proj\.weight")):
+        model = parallelized("w4a16", styles)
+        where = where if of_plan else r"\S+"  # every module is marked, and the first one refuses
         message = rf"^model\.layers\.0\.{where} was parallelized by transformers .*; .*parallelize_module"
         for grad in (True, False):
             with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message):
                 model(ids)
         with pytest.raises(RuntimeError, match=message):
             qq.step(model, track_codes=True)
-    packed = qq.convert(tiny_model("qwen3_moe").to(DEVICE), "w4a4_residual")
-    apply_tensor_parallelism(packed, mesh, {"model.layers.0.self_attn.o_proj": "rowwise"})
+    packed = parallelized("w4a4_residual", {"self_attn.o_proj": "rowwise"})
     with pytest.raises(RuntimeError, match=r"^a ResidualCompensatedLinear was parallelized by transformers"):
         packed(ids)
 
