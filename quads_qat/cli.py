@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 
+from quads_qat import console
 from quads_qat.config import ActivationScale, Dialect, Mode, Recipe, ResidualConfig, ResidualScope, Scope
 from quads_qat.record import read_record
 
@@ -47,8 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console()
-err = Console(stderr=True)
 
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", metavar="", help="Run model code that the checkpoint brings.")
@@ -93,17 +77,6 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
-
-
-def _quiet_transformers() -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-
-
 def _print_version(asked: bool) -> None:
     from quads_qat import __version__
 
@@ -132,63 +105,10 @@ def demo(
     """Train a small MoE three ways, export, verify, load in transformers, and measure the log-prob gap."""
     from quads_qat import demo as job
 
-    _quiet_transformers()
-    columns = (
-        TextColumn("{task.description:<32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-        task = progress.add_task("starting", total=job.units(steps))
-
-        def advance(description: str) -> None:
-            progress.update(task, advance=1, description=description)
-
+    console.quiet_transformers()
+    with console.bar_of_steps(job.units(steps)) as advance:
         result = job.run(directory, steps, advance)
-    if as_json:
-        _print_json(result)
-        return
-    _demo_table(result, directory)
-
-
-def _demo_table(result: dict[str, Any], directory: Path) -> None:
-    table = Table(title="Log-prob gap on held-out text: NVFP4 rollouts (fp32 compute) against their trainers (bf16)")
-    table.add_column("trainer")
-    table.add_column("rollout")
-    for heading in ("KL", "mean gap", "max gap", "perplexity"):
-        table.add_column(heading, justify="right")
-    previous = None
-    for gap in result["gaps"]:
-        if previous not in (None, gap["trainer"]):
-            table.add_section()
-        trainer = "" if gap["trainer"] == previous else gap["trainer"]
-        previous = gap["trainer"]
-        row = (f"{gap['kl']:.5f}", f"{gap['mean']:.4f}", f"{gap['max']:.3f}", f"{gap['perplexity']:.4f}")
-        table.add_row(trainer, gap["rollout"], *row)
-    out.print(table)
-    out.print(f"quantized in every arm: {result['coverage']:.1%} of the weights")
-    for name, report in result["checkpoints"].items():
-        out.print(f"verified {name}: {report}")
-    client = result["transformers"]
-    if client is None:
-        out.print(
-            "transformers was not tried: reading compressed-tensors checkpoints needs `pip install compressed-tensors`"
-        )
-    else:
-        patch = (
-            "the patch of quads_qat.patch_transformers() (transformers #48371)"
-            if client["patch_needed"]
-            else "no patch"
-        )
-        equal = "equal to ours" if client["equal_with_patch"] else "DIFFERENT from ours"
-        out.print(f"transformers loads the compressed-tensors checkpoint: logits {equal}; it needed {patch}")
-    out.print(
-        "W4A16 QAT with compensated W4A4 rollouts is QUADS. What is left with weights only is bf16 against fp32 "
-        "arithmetic: the weights are the same bits."
-    )
-    out.print(f"plot: {directory / 'gap.png'}   numbers: {directory / 'result.json'}", soft_wrap=True)
+    console.print_json(result) if as_json else console.print_demo(result, directory)
 
 
 RECIPE_HELP = (
@@ -240,8 +160,8 @@ def quantize(
 
     recorded: dict[str, Any] = {"fraction": residual_fraction, "scope": residual_scope}
     recorded = {name: value for name, value in recorded.items() if value is not None}
-    _quiet_transformers()
-    with _progress_of(source) as progress:
+    console.quiet_transformers()
+    with console.bar_of_bytes(source.name) as progress:
         made = quantize_checkpoint(
             source,
             destination,
@@ -261,19 +181,9 @@ def quantize(
             progress=progress,
         )
     written = Checkpoint.open(destination)
-    summary = {
-        "destination": str(destination),
-        "dialect": dialect.value,
-        "recipe": recipe.value,
-        "quantized": len(written.quantized()),
-        "bytes": written.reader.nbytes(),
-        "already_complete": not made,
-    }
-    if as_json:
-        _print_json(summary)
-    else:
-        size, already = f"{summary['bytes'] / 1e6:,.1f} MB", "" if made else "already complete, "
-        out.print(f"{destination}: {already}{summary['quantized']} weights quantized, {size}", soft_wrap=True)
+    quantized, size = len(written.quantized()), written.reader.nbytes()
+    facts: dict[str, Any] = {"dialect": dialect.value, "recipe": recipe.value, "quantized": quantized}
+    console.print_written(destination, size, made, as_json, what=f"{quantized} weights quantized, ", **facts)
 
 
 def _check_activation_options(weights_only: bool, calibrate: Path | None, activations_from: Path | None) -> None:
@@ -326,7 +236,8 @@ def dequantize(
     from quads_qat.recode import dequantize_checkpoint
 
     chosen = None if dtype is None else getattr(torch, dtype, dtype)
-    with _progress_of(source) as progress:
+    console.quiet_transformers()
+    with console.bar_of_bytes(source.name) as progress:
         made = dequantize_checkpoint(
             source,
             destination,
@@ -335,7 +246,7 @@ def dequantize(
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    _say_written(destination, made, as_json)
+    console.print_written(destination, _file_bytes(destination), made, as_json)
 
 
 @app.command()
@@ -350,38 +261,15 @@ def convert_dialect(
     """Write an NVFP4 checkpoint in the other dialect, without quantizing anew; refused where that would change bits."""
     from quads_qat.recode import convert_dialect as convert
 
-    with _progress_of(source) as progress:
+    console.quiet_transformers()
+    with console.bar_of_bytes(source.name) as progress:
         options: dict[str, Any] = {"workers": workers, "trust_remote_code": trust_remote_code, "progress": progress}
         made = convert(source, destination, dialect=dialect, **options)
-    _say_written(destination, made, as_json)
+    console.print_written(destination, _file_bytes(destination), made, as_json)
 
 
-@contextmanager
-def _progress_of(source: Path) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, fed with (done, total) bytes."""
-    _quiet_transformers()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, disable=not err.is_terminal) as bar:
-        task = bar.add_task(source.name, total=None)
-        began = False
-
-        def report(done: int, total: int) -> None:
-            nonlocal began
-            if not began:  # what was done before counts for the bar, not for the rate
-                bar.reset(task, completed=done, total=total)
-                began = True
-            bar.update(task, completed=done)
-
-        yield report
-
-
-def _say_written(destination: Path, made: bool, as_json: bool) -> None:
-    size = sum(file.stat().st_size for file in destination.glob("*.safetensors"))
-    if as_json:
-        _print_json({"destination": str(destination), "bytes": size, "already_complete": not made})
-    else:
-        already = "" if made else "already complete, "
-        out.print(f"{destination}: {already}{size / 1e6:,.1f} MB", soft_wrap=True)
+def _file_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 @app.command()
@@ -395,9 +283,9 @@ def verify(
     """Check, bit for bit, that an NVFP4 checkpoint is what its source quantizes to. Exit code 1 if not."""
     from quads_qat.verify import verify_checkpoint
 
-    _quiet_transformers()
+    console.quiet_transformers()
     report = verify_checkpoint(source, destination, recipe=recipe, trust_remote_code=trust_remote_code)
-    _print_json(report.to_dict()) if as_json else out.print(str(report), soft_wrap=True)
+    console.print_json(report.to_dict()) if as_json else console.out.print(str(report), soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -407,15 +295,9 @@ def inspect(directory: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")]
     """Say what an NVFP4 checkpoint holds, and what is wrong with it. Exit code 1 if something is."""
     from quads_qat.compare import inspect_checkpoint
 
-    _quiet_transformers()
+    console.quiet_transformers()
     summary = inspect_checkpoint(directory) | {"made_by": _made_by(directory)}
-    if as_json:
-        _print_json(summary)
-    else:
-        table = Table(show_header=False)
-        for key, value in summary.items():
-            table.add_row(key.replace("_", " "), "\n".join(value) or "none" if isinstance(value, list) else str(value))
-        out.print(table)
+    console.print_json(summary) if as_json else console.print_inspection(summary)
     if summary["problems"]:
         raise typer.Exit(1)
 
@@ -439,9 +321,9 @@ def diff(
     rows = compare(a, b)
     if as_json:
         only = rows.only_activation_scales
-        _print_json({"equal": not rows, "only_activation_scales": only, "differences": rows})
+        console.print_json({"equal": not rows, "only_activation_scales": only, "differences": rows})
     else:
-        out.print(str(rows), soft_wrap=True, highlight=False)
+        console.out.print(str(rows), soft_wrap=True, highlight=False)
     if rows:
         raise typer.Exit(1)
 
@@ -472,9 +354,9 @@ def diagnose(
         fail(f"--rollout-dtype must be bfloat16, float16 or float32, got {rollout_dtype!r}")
     if plot is not None and plot.suffix not in (".png", ".pdf", ".svg"):
         fail(f"--plot must end in .png, .pdf or .svg, got {plot}")
-    _quiet_transformers()
+    console.quiet_transformers()
     device = _device(device)
-    with err.status("running both models"):
+    with console.err.status("running both models"):
         found = diagnose_checkpoints(
             trainer,
             rollout,
@@ -491,4 +373,4 @@ def diagnose(
         temporary = plot.with_name(f".{plot.stem}.partial{plot.suffix}")
         found.plot().savefig(temporary, dpi=150)
         temporary.replace(plot)
-    _print_json(found.to_dict()) if as_json else out.print(found)
+    console.print_json(found.to_dict()) if as_json else console.out.print(found)

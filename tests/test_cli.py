@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import quads_qat as qq
-from quads_qat import cli
+from quads_qat import cli, console
 from quads_qat.demo import DATA
 from quads_qat.engine_limits import EngineWarning
 
@@ -241,7 +241,7 @@ def test_quantize_takes_activation_scales_and_shows_rate_and_remaining_time(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     shown = io.StringIO()
-    monkeypatch.setattr(cli, "err", Console(file=shown, force_terminal=True, width=100))
+    monkeypatch.setattr(console, "err", Console(file=shown, force_terminal=True, width=100))
     source, peer = (
         Path(__file__).parent / "data" / "checkpoints" / name for name in ("bf16/qwen3", "modelopt/qwen3-nvfp4")
     )

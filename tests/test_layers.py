@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("first_step", "first_step_report", "received", "token_log_probs"),
         ),
     ),
-    ("L5", ("cli", "__main__")),
+    ("L5", ("console", "cli", "__main__")),
     ("top", ("__init__",)),  # may import anything; only L5, the programs, may import it
 )
 RANK = {unit: rank for rank, (_, units) in enumerate(LAYERS) for unit in units}
