@@ -308,11 +308,14 @@ on_hopper = pytest.mark.skipif(
     not runs_on(torch.device(DEVICE)), reason="needs sm_90 and Gluon, which interprets nothing"
 )
 HOPPER_TILES = [
-    *(Hopper(128, 256, 3), Hopper(128, 128, 5), Hopper(128, 128, 3, 8, 8), Hopper(128, 128, 3, splits=4)),
+    *(Hopper(128, 256, 3), Hopper(128, 128, 5), Hopper(128, 128, 3, 8, 8), Hopper(128, 128, 3, 8, 8, stream=True)),
     *(
         Hopper(256, 64, 3, 8, 8),
-        Hopper(64, 64, 4, 4, 4, 2, 2),
-        Hopper(128, 16, 3, 4, 4, 1, 2),
+        Hopper(64, 64, 4, 4, 4, 2),
+        Hopper(128, 16, 3, 4, 4, 2),
+        Hopper(128, 256, 3, stream=True),
+        Hopper(128, 64, 3, stream=True),
+        Hopper(64, 64, 4, 4, 4, 2, stream=True),
         Hopper(128, 64, 5, ahead=3),
     ),
 ]
@@ -372,8 +375,8 @@ GROUPED_TILES = [
     Wide(64, 32, 8, 4, 2, 2),
 ]
 if runs_on(torch.device(DEVICE)):
-    GROUPED_TILES += [Hopper(128, 256, 3), Hopper(128, 128, 3, 8, 8), Hopper(64, 64, 4, 4, 4, 2, 2)]
-    GROUPED_TILES += [Hopper(256, 64, 3, 8, 8), Hopper(128, 16, 3, 4, 4, 1, 2)]
+    GROUPED_TILES += [Hopper(128, 256, 3), Hopper(128, 128, 3, 8, 8), Hopper(64, 64, 4, 4, 4, 2)]
+    GROUPED_TILES += [Hopper(256, 64, 3, 8, 8), Hopper(128, 16, 3, 4, 4, 2)]
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)

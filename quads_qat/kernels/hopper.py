@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from quads_qat.kernels import numerics as num
-from quads_qat.kernels.launch import next_power_of_2
+from quads_qat.kernels.launch import cdiv, next_power_of_2
 
 K_STEP = 256
 """K is a multiple of it, so that rows of block scales begin where the copy engine can begin."""
@@ -29,9 +29,9 @@ class Hopper:
         stages: steps of 64 elements of K in the ring.
         warps: that multiply: 4 or 8, 64 rows each four.
         decoders: warps that decode, in teams: 4 or 8.
-        splits: units of work that share a tile.
         programs: a multiprocessor.
         ahead: times 256 elements of K, the codes in shared memory.
+        stream: every program has as many steps, where tiles may be shared; of linears only.
     """
 
     rows: int
@@ -39,9 +39,9 @@ class Hopper:
     stages: int
     warps: int = 8
     decoders: int = 4
-    splits: int = 1
     programs: int = 1
     ahead: int = 2
+    stream: bool = False
 
     def height(self, terms: int) -> int:
         """Rows of y."""
@@ -74,7 +74,7 @@ def dense_tiles(m: int, n: int, k: int, terms: int, processors: int) -> Hopper |
     tiles = _ONE_TERM if terms == 1 else _TWO_TERMS
     if m <= 256:
         return tiles if m > 192 and n * k >= (1 << 27 if terms == 1 else 1 << 25) else None
-    waves = -(-units_of(tiles, m, n, 0) // processors)
+    waves = cdiv(cdiv(m, tiles.columns) * cdiv(n, tiles.rows), processors)
     otherwise = n * k * (_DECODING + m * terms * _MULTIPLYING) + (m * n * _ADDING if terms == 2 else 0)
     few = m <= 2048 if terms == 2 else waves <= 4  # measured; cuBLAS gains with size
     return tiles if few and 1.04 * waves * k * _TILE[terms] < otherwise else None
@@ -88,11 +88,12 @@ def grouped_tiles(mean: int, k: int, terms: int) -> Hopper | None:
     return _ONE_TERM if terms == 1 else _TWO_TERMS
 
 
-def units_of(config: Hopper, m: int, n: int, groups: int) -> int:
-    """Units of work, for groups the most that any split of the rows can need."""
+def programs_of(config: Hopper, m: int, n: int, k: int, groups: int, processors: int) -> int:
+    """How many programs have work: tiles (for groups, the most that any split of the rows can need), or their steps."""
     used = min(groups, m)
-    tall = used + (m - used) // config.columns if groups else -(-m // config.columns)
-    return tall * -(-n // config.rows) * config.splits
+    tall = used + (m - used) // config.columns if groups else cdiv(m, config.columns)
+    pieces = tall * cdiv(n, config.rows) * (k // K_STEP if config.stream else 1)
+    return min(pieces, config.programs * processors)
 
 
 @lru_cache(maxsize=1024)
@@ -109,9 +110,9 @@ def options_of(config: Hopper, terms: int, groups: int, scale_per_group: bool, b
         "TEAMS": 4 if config.stages >= 4 else 2,
         "DECODERS": config.decoders,
         "REGISTERS": registers,
-        "SPLITS": config.splits,
         "TERMS": terms,
         "GROUPS": next_power_of_2(groups) if groups else 0,
+        "STREAM": config.stream,
         "SCALE_PER_GROUP": scale_per_group,
         "BIAS": bias,
         "PDL": True,
@@ -148,29 +149,28 @@ def launch(
     bias: Tensor | None,
     ends: Tensor | None,
     y: Tensor,
-    counters: Tensor | None,
-    processors: int,
+    zeros: Tensor | None,
+    programs: int,
 ) -> None:
-    """Run the kernel. ``counters``: for splits, an int32 zero for each tile, which stay zeros."""
+    """Run the kernel. ``zeros``: for a stream, an int32 for each program, which stay zeros."""
     from quads_qat.kernels.hopper_kernel import hopper_kernel
 
     (m, k), n = x.shape, qdata.shape[-2]
     groups = 0 if ends is None else ends.numel()
-    units = units_of(config, m, n, groups)
     workspace = y
-    if counters is not None:
-        workspace = torch.empty(units * config.rows * config.columns, dtype=torch.float32, device=x.device)
-    hopper_kernel[(min(units, config.programs * processors),)](
+    if zeros is not None:
+        workspace = torch.empty(programs * config.rows * config.columns, dtype=torch.float32, device=x.device)
+    hopper_kernel[(programs,)](
         *descriptors(config, x, second, qdata, block_scale),
         per_tensor_scale.contiguous(),
         x if bias is None else bias.contiguous(),
         x if ends is None else ends,
         y,
         workspace,
-        y if counters is None else counters,
+        y if zeros is None else zeros,
         m,
         n,
         groups,
-        k // (64 * config.splits),
+        k // 64,
         **options_of(config, 1 if second is None else 2, groups, per_tensor_scale.numel() > 1, bias is not None),
     )

@@ -5,7 +5,9 @@ read codes and block scales, write tiles of W into a ring in shared memory, and 
 other warps only wait for a slot of the ring, issue ``wgmma`` on it and give it back. K keeps its order. Weights are the
 left operand, y.T = W x.T: a tile of W is decoded once and meets as many rows of x as a tile holds, of both terms.
 
-Programs stay, one or two a multiprocessor, and take tile after tile: while one is stored, the next is being decoded.
+Programs stay, one or two a multiprocessor, and take piece after piece of the work: while one is stored, the next is being
+decoded. A piece is a tile; where a few tiles would leave multiprocessors idle, STREAM gives every program as many steps
+instead, so that some pieces are parts of a tile. Where these are cut depends on the shape and the chip alone.
 Gluon has no interpreter: without a GPU this kernel is only compiled (``tests/test_matmul_compile.py``).
 """
 
@@ -57,9 +59,8 @@ def _table(ends_ptr, groups, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _place(unit, m, n, table, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, GROUPS: gl.constexpr):
-    """(group, first row of x, end of its rows, first row of W) of a unit of work."""
-    tile = unit // SPLITS
+def _place(tile, m, n, table, ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr):
+    """(group, first row of x, end of its rows, first row of W) of a tile."""
     row_tiles = gl.cdiv(n, ROWS)
     if GROUPS > 0:
         this = tile // row_tiles
@@ -91,33 +92,74 @@ def _ask(words_desc, scales_desc, words, scales, ready, slot, row, run, wanted):
 
 
 @gluon.jit
+def _range(tiles, steps):
+    """This program's share of all groups of steps, tile after tile: (the first, the one after the last)."""
+    every = tiles * (steps // _GROUP)
+    p = gl.program_id(0)
+    return p * every // gl.num_programs(0), (p + 1) * every // gl.num_programs(0)
+
+
+@gluon.jit
+def _part(tile, share, steps):
+    """(First step, number of steps) of a tile that a share of the groups of steps covers."""
+    each = steps // _GROUP
+    begin = gl.maximum(share[0] - tile * each, 0)
+    return begin * _GROUP, (gl.minimum(share[1] - tile * each, each) - begin) * _GROUP
+
+
+@gluon.jit
+def _pieces(tiles, steps, STREAM: gl.constexpr):
+    """(First tile, how many pieces of work, how many groups of steps they have) of this program.
+
+    A stream begins with its last tile, of which it may have the beginning only: that part is left for another program
+    early, and the end of its first tile, which needs the parts of others, comes last.
+    """
+    if STREAM:
+        begin, end = _range(tiles, steps)
+        last = (end - 1) // (steps // _GROUP)
+        return last, last - begin // (steps // _GROUP) + 1, end - begin
+    else:
+        count = gl.cdiv(gl.maximum(tiles - gl.program_id(0), 0), gl.num_programs(0))
+        return gl.program_id(0), count, count * (steps // _GROUP)
+
+
+@gluon.jit
+def _piece(i, first, tiles, steps, STREAM: gl.constexpr):
+    """(Tile, first step, number of steps) of piece i of this program; after the last piece, any."""
+    if STREAM:
+        share = _range(tiles, steps)
+        tile = gl.maximum(first - i, share[0] // (steps // _GROUP))
+        begin, count = _part(tile, share, steps)
+        return tile, begin, count
+    else:
+        return gl.minimum(first + i * gl.num_programs(0), tiles - 1), 0, steps
+
+
+@gluon.jit
 def _following(
-    unit,
+    i,
     group,
     first,
     row,
     run,
     left,
-    units,
-    steps,
-    m,
-    n,
+    first_tile,
+    sizes,
     table,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
-    SPLITS: gl.constexpr,
     GROUPS: gl.constexpr,
+    STREAM: gl.constexpr,
 ):
-    """The group of steps after one: its unit, group, rows of x and of W, first step, and how many are left of it."""
+    """The group of steps after one: its piece, group, rows of x and of W, first step, and how many are left of it."""
+    m, n, _groups, tiles, steps = sizes
     run += _GROUP
     left -= _GROUP
     if left == 0:
-        unit += gl.num_programs(0)
-        real = gl.minimum(unit, units - 1)
-        group, first, _stop, row = _place(real, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS)
-        run = (real % SPLITS) * steps
-        left = steps
-    return unit, group, first, row, run, left
+        i += 1
+        tile, run, left = _piece(i, first_tile, tiles, steps, STREAM)
+        group, first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
+    return i, group, first, row, run, left
 
 
 @gluon.jit
@@ -129,11 +171,11 @@ def _decode(
     sizes,
     STEP: gl.constexpr,
     TEAMS: gl.constexpr,
-    SPLITS: gl.constexpr,
     TERMS: gl.constexpr,
     GROUPS: gl.constexpr,
+    STREAM: gl.constexpr,
 ):
-    """One of TEAMS teams of decoders: has every TEAMS-th step, over all units of this program; team 0 asks for codes.
+    """One of TEAMS teams of decoders: has every TEAMS-th step, over all pieces of this program; team 0 asks for codes.
 
     Each takes long to fill a slot, most of it in fences and barriers, but they fill several at a time. There are no
     more teams than slots: one further ahead of the others could not tell a phase from the one after the next.
@@ -141,7 +183,7 @@ def _decode(
     x_desc, second_desc, words_desc, scales_desc = descriptors
     words, scales, ready, taken = packed_ring
     ws, xs, seconds, full, empty = ring
-    m, n, groups, units, steps = sizes
+    m, n, groups, tiles, steps = sizes
     STAGES: gl.constexpr = ws.shape[0]
     ROWS: gl.constexpr = ws.shape[1]
     COLUMNS: gl.constexpr = xs.shape[1]
@@ -150,17 +192,16 @@ def _decode(
     SCALES: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 1)
     BYTES: gl.constexpr = COLUMNS * 128 * TERMS
     table = _table(ends_ptr, groups, GROUPS, COLUMNS)
-    unit = gl.program_id(0)
-    total = gl.cdiv(gl.maximum(units - unit, 0), gl.num_programs(0)) * (steps // _GROUP)
-    group, first, _stop, row = _place(gl.minimum(unit, units - 1), m, n, table, ROWS, COLUMNS, SPLITS, GROUPS)
-    run = (unit % SPLITS) * steps  # 64 elements of K
-    left = steps
+    first_tile, _count, total = _pieces(tiles, steps, STREAM)
+    piece = 0
+    tile, run, left = _piece(piece, first_tile, tiles, steps, STREAM)  # run: 64 elements of K
+    group, first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
     if STEP == 0:  # what is asked for is AHEAD - 1 groups of steps after what is decoded
-        a_unit, a_group, a_first, a_row, a_run, a_left = unit + 0, group + 0, first + 0, row + 0, run + 0, left + 0
+        a_piece, a_group, a_first, a_row, a_run, a_left = piece + 0, group + 0, first + 0, row + 0, run + 0, left + 0
         for i in gl.static_range(AHEAD - 1):
             _ask(words_desc, scales_desc, words, scales, ready, i, a_group * n + a_row, a_run, i < total)
-            a_unit, a_group, a_first, a_row, a_run, a_left = _following(
-                a_unit, a_group, a_first, a_row, a_run, a_left, units, steps, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS
+            a_piece, a_group, a_first, a_row, a_run, a_left = _following(
+                a_piece, a_group, a_first, a_row, a_run, a_left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
             )
     for g in range(total):
         if STEP == 0:
@@ -168,8 +209,8 @@ def _decode(
             mbarrier.wait(taken.index(last % AHEAD), ((g - 1) // AHEAD) & 1, pred=g > 0)
             at_row = a_group * n + a_row
             _ask(words_desc, scales_desc, words, scales, ready, last % AHEAD, at_row, a_run, last < total)
-            a_unit, a_group, a_first, a_row, a_run, a_left = _following(
-                a_unit, a_group, a_first, a_row, a_run, a_left, units, steps, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS
+            a_piece, a_group, a_first, a_row, a_run, a_left = _following(
+                a_piece, a_group, a_first, a_row, a_run, a_left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
             )
         here = g % AHEAD
         mbarrier.wait(ready.index(here), (g // AHEAD) & 1)
@@ -191,29 +232,47 @@ def _decode(
             fence_async_shared()
             mbarrier.arrive(full.index(slot), count=1)
         mbarrier.arrive(taken.index(here), count=1)
-        unit, group, first, row, run, left = _following(
-            unit, group, first, row, run, left, units, steps, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS
+        piece, group, first, row, run, left = _following(
+            piece, group, first, row, run, left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
         )
 
 
 @gluon.jit
-def _sum_of_parts(acc, workspace_ptr, counter_ptr, part, PARTS: gl.constexpr):
-    """Leave a part of a tile; (whether it was the last to arrive, the sum of all parts in the order of K)."""
-    ROWS: gl.constexpr = acc.shape[0]
-    COLUMNS: gl.constexpr = acc.shape[1]
+def _places(pointer, acc):
+    """Where a tile is left: 8 x 8 elements side by side, which is 256 bytes for an instruction of a warp."""
     MMA: gl.constexpr = acc.type.layout
-    tile_row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA)).to(gl.int64)
-    tile_column = gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA)).to(gl.int64)
-    place = workspace_ptr + (tile_row[:, None] * COLUMNS + tile_column[None, :])
-    gl.store(place + part * (ROWS * COLUMNS), acc)
+    row = gl.arange(0, acc.shape[0], gl.SliceLayout(1, MMA))[:, None]
+    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, MMA))[None, :]
+    return pointer + ((row // 8) * (8 * acc.shape[1]) + (column // 8) * 64 + (row % 8) * 8 + column % 8)
+
+
+@gluon.jit
+def _leave(acc, workspace_ptr, ready_ptr):
+    """Leave the part of a tile that this program has for the one with the end of its K."""
+    p = gl.program_id(0)
+    gl.store(_places(workspace_ptr + p.to(gl.int64) * (acc.shape[0] * acc.shape[1]), acc), acc)
     _barrier()
-    last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1
-    total = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
-    if last:
-        for i in range(PARTS):
-            total += gl.load(place + i * (ROWS * COLUMNS), cache_modifier=".cg")
-        gl.store(counter_ptr, 0)  # ready for the next launch
-    return last, total
+    gl.atomic_add(ready_ptr + p, 1, sem="release")
+
+
+@gluon.jit
+def _with_parts_before(acc, workspace_ptr, ready_ptr, tile, tiles, steps):
+    """The sum of a tile, of which this program has the end of K: the parts before it are added from late to early.
+
+    Programs that left them were started before this one and waited for none, so they come.
+    """
+    each = steps // _GROUP
+    p = gl.program_id(0)
+    earliest = gl.cdiv((tile * each + 1) * gl.num_programs(0), tiles * each) - 1
+    for i in range(p - earliest):
+        other = p - 1 - i
+        while gl.atomic_add(ready_ptr + other, 0, sem="acquire") == 0:
+            pass
+        acc += gl.load(
+            _places(workspace_ptr + other.to(gl.int64) * (acc.shape[0] * acc.shape[1]), acc), cache_modifier=".cg"
+        )
+        gl.store(ready_ptr + other, 0)  # for the next launch
+    return acc
 
 
 @gluon.jit
@@ -243,16 +302,16 @@ def _multiply(
     buffer,
     ring,
     sizes,
-    SPLITS: gl.constexpr,
     TERMS: gl.constexpr,
     GROUPS: gl.constexpr,
+    STREAM: gl.constexpr,
     SCALE_PER_GROUP: gl.constexpr,
     BIAS: gl.constexpr,
 ):
     """The other warps: multiply slot after slot of the ring, and store a tile after its last."""
-    per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, counter_ptr = pointers
+    per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, ready_ptr = pointers
     ws, xs, seconds, full, empty = ring
-    m, n, groups, units, steps = sizes
+    m, n, groups, tiles, steps = sizes
     STAGES: gl.constexpr = ws.shape[0]
     ROWS: gl.constexpr = ws.shape[1]
     COLUMNS: gl.constexpr = xs.shape[1]
@@ -262,11 +321,13 @@ def _multiply(
     table = _table(ends_ptr, groups, GROUPS, COLUMNS)
     slot = 0
     phase = 0
-    gl.assume(steps > 0)  # a loop that may be empty makes ptxas wait for every wgmma
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        group, first, stop, row = _place(unit, m, n, table, ROWS, COLUMNS, SPLITS, GROUPS)
+    first_tile, pieces, _total = _pieces(tiles, steps, STREAM)
+    for piece in range(pieces):
+        tile, run, count = _piece(piece, first_tile, tiles, steps, STREAM)
+        group, first, stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
         acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
-        for t in range(steps):
+        gl.assume(count > 0)  # a loop that may be empty makes ptxas wait for every wgmma
+        for t in range(count):
             mbarrier.wait(full.index(slot), phase)
             w = ws.index(slot)._reinterpret(gl.bfloat16, [ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
             acc = warpgroup_mma(w, xs.index(slot).permute((1, 0)), acc, is_async=True)
@@ -280,11 +341,14 @@ def _multiply(
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
-        last = True
-        if SPLITS > 1:
-            place = workspace_ptr + (unit // SPLITS).to(gl.int64) * (SPLITS * ROWS * COLUMNS)
-            last, acc = _sum_of_parts(acc, place, counter_ptr + unit // SPLITS, unit % SPLITS, SPLITS)
-        if last:
+        ends = True
+        if STREAM:
+            ends = run + count == steps
+            if not ends:
+                _leave(acc, workspace_ptr, ready_ptr)
+            elif run > 0:
+                acc = _with_parts_before(acc, workspace_ptr, ready_ptr, tile, tiles, steps)
+        if ends:
             p = gl.load(per_tensor_scale_ptr + (group if SCALE_PER_GROUP else 0)) * _TILE_SCALE
             bias = bias_ptr + (group * n if GROUPS > 0 and BIAS else 0)
             left, right = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
@@ -305,7 +369,7 @@ def hopper_kernel(
     ends_ptr,
     y_ptr,
     workspace_ptr,
-    counter_ptr,
+    ready_ptr,
     m,
     n,
     groups,
@@ -317,17 +381,18 @@ def hopper_kernel(
     TEAMS: gl.constexpr,
     DECODERS: gl.constexpr,
     REGISTERS: gl.constexpr,
-    SPLITS: gl.constexpr,
     TERMS: gl.constexpr,
     GROUPS: gl.constexpr,
+    STREAM: gl.constexpr,
     SCALE_PER_GROUP: gl.constexpr,
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """ROWS of W with COLUMNS rows of x; a unit of work is ``steps`` of 64 elements of K of a tile, a multiple of four.
+    """Tiles of ROWS of W with COLUMNS rows of x, in ``steps`` of 64 elements of K each, a multiple of four.
 
-    SPLITS units share a tile and are summed in the order of K. A second term meets each tile of W right after the
-    first, and both are summed in one accumulator. DECODERS warps in TEAMS (2 or 4), with REGISTERS each, decode.
+    A second term meets each tile of W right after the first, and both are summed in one accumulator. DECODERS warps in
+    TEAMS (2 or 4), with REGISTERS each, decode. STREAM: every program has as many steps; a workspace of a tile and a
+    zero for each program, which stays zero.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -354,23 +419,23 @@ def hopper_kernel(
     if PDL:
         _wait_for_the_kernel_before()
     if GROUPS > 0:
-        _group, _start, _end, tiles, _upto = _table(ends_ptr, groups, GROUPS, COLUMNS)
-        tall = gl.sum(tiles, 0)
+        _group, _start, _end, tiles_of_groups, _upto = _table(ends_ptr, groups, GROUPS, COLUMNS)
+        tall = gl.sum(tiles_of_groups, 0)
     else:
         tall = gl.cdiv(m, COLUMNS)
-    units = tall * gl.cdiv(n, ROWS) * SPLITS
+    tiles = tall * gl.cdiv(n, ROWS)
     ring = (ws, xs, seconds, full, empty)
-    sizes = (m, n, groups, units, steps)
-    pointers = (per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, counter_ptr)
+    sizes = (m, n, groups, tiles, steps)
+    pointers = (per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, ready_ptr)
     descriptors = (x_desc, second_desc, words_desc, scales_desc)
     packed = (words, scales, ready, taken)
     gl.static_assert(TEAMS <= STAGES)
     if TEAMS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (pointers, buffer, ring, sizes, SPLITS, TERMS, GROUPS, SCALE_PER_GROUP, BIAS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, SPLITS, TERMS, GROUPS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, SPLITS, TERMS, GROUPS)),
+                (_multiply, (pointers, buffer, ring, sizes, TERMS, GROUPS, STREAM, SCALE_PER_GROUP, BIAS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, TERMS, GROUPS, STREAM)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, TERMS, GROUPS, STREAM)),
             ],
             [DECODERS // TEAMS, DECODERS // TEAMS],
             [REGISTERS, REGISTERS],
@@ -378,11 +443,11 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (pointers, buffer, ring, sizes, SPLITS, TERMS, GROUPS, SCALE_PER_GROUP, BIAS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, SPLITS, TERMS, GROUPS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, SPLITS, TERMS, GROUPS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 2, TEAMS, SPLITS, TERMS, GROUPS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 3, TEAMS, SPLITS, TERMS, GROUPS)),
+                (_multiply, (pointers, buffer, ring, sizes, TERMS, GROUPS, STREAM, SCALE_PER_GROUP, BIAS)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, TERMS, GROUPS, STREAM)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, TERMS, GROUPS, STREAM)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 2, TEAMS, TERMS, GROUPS, STREAM)),
+                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 3, TEAMS, TERMS, GROUPS, STREAM)),
             ],
             [DECODERS // TEAMS, DECODERS // TEAMS, DECODERS // TEAMS, DECODERS // TEAMS],
             [REGISTERS, REGISTERS, REGISTERS, REGISTERS],

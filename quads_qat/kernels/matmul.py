@@ -251,10 +251,11 @@ def launch_hopper(
 ) -> None:
     """Run the kernel for Hopper."""
     groups = 0 if ends is None else ends.numel()
-    tiles = hopper.units_of(config, x.shape[0], qdata.shape[-2], groups) // config.splits
-    zeros = counters(x.device, tiles) if config.splits > 1 else None
+    assert not (config.stream and groups), f"{config} is for linears"
+    programs = hopper.programs_of(config, x.shape[0], qdata.shape[-2], x.shape[1], groups, device_of(x)[0])
+    zeros = counters(x.device, programs) if config.stream else None
     operands = x, second, qdata, block_scale, per_tensor_scale, bias, ends, y
-    hopper.launch(config, *operands, zeros, device_of(x)[0])
+    hopper.launch(config, *operands, zeros, programs)
 
 
 def prepared(
