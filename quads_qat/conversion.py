@@ -92,6 +92,7 @@ class Conversion:
     sync_plan: Any = None  #: what ``weight_sync`` derives from the model once
     export_plans: dict[Dialect, Any] = field(default_factory=dict)  #: made once, too
     rules: tuple[str, ...] = ()  #: regular expressions of scale groups, the ``groups`` of ``convert``
+    untold: frozenset[str] = frozenset()  #: weights of a rollout of which nobody tells to what fp32 masters are cast
 
 
 def require_model(who: str, argument: str, model: object) -> None:

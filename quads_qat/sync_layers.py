@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -47,10 +46,9 @@ class Sync:
         conversion: Conversion,
         plan: SyncPlan,
         made_under: Contract | None,
-        untold: Collection[str],
     ) -> None:
         self.root, self.conversion, self.plan = root, conversion, plan
-        self.ledger, self.report = Ledger(root, conversion, plan, made_under, untold), SyncReport()
+        self.ledger, self.report = Ledger(root, conversion, plan, made_under), SyncReport()
         self.new: set[str] = set()  # units that have new weights
         self.changing = ""  # the parameter whose unit is being changed
         self.inference = any(t.is_inference() for t in self.ledger.live.values())  # changed in inference mode only

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,8 @@ class Ledger:
         conversion: Conversion,
         plan: SyncPlan,
         contract: Contract | None = None,
-        untold: Collection[str] = (),
     ) -> None:
         self.root, self.conversion, self.plan, self.contract = root, conversion, plan, contract
-        self.untold = untold  # weights of which nobody knows to what fp32 masters are cast
         with conversion.sync.readable():
             self.live: dict[str, Tensor] = root.state_dict(keep_vars=True)
         self.seen: set[str] = set()
@@ -100,7 +97,7 @@ class Ledger:
             raise ValueError(f"update_weights: {name} must be {here}{masters}, got {dtype}")
         if weight is not None:
             self._enter_form(name, weight, _HIGH_PRECISION)
-            if dtype == torch.float32 and weight.name in self.untold:
+            if dtype == torch.float32 and weight.name in self.conversion.untold:
                 raise ValueError(
                     f"update_weights: {name} is {_HIGH_PRECISION}, its trainer's export dtypes differ, and nothing "
                     "tells to which this one is cast before it is quantized; send trainer.state_dict() as it is made, "

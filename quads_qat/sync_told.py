@@ -25,11 +25,11 @@ def notes_of(named_tensors: Any) -> dict[str, dict[str, Any]]:
 
 def cast_as_told(
     conversion: Conversion, contract: Contract | None, notes: Mapping[str, Mapping[str, Any]]
-) -> tuple[Conversion, set[str]]:
+) -> Conversion:
     """A rollout's record with which masters are cast as their trainer casts them, where that is told.
 
-    Beside it the weights of which it is not, although the trainer is known to cast to several dtypes. A contract
-    tells one for all, a state_dict that of each module. Weights that are packed were cast already.
+    Its ``untold`` are the weights of which it is not, although the trainer is known to cast to several dtypes. A
+    contract tells one for all, a state_dict that of each module. Weights that are packed were cast already.
 
     Raises:
         ValueError: contract and state_dict tell different dtypes.
@@ -45,16 +45,19 @@ def cast_as_told(
         told = {contract.export_dtype}
     elif contract is not None and contract.quantized is not None and not told:  # a record that says: they differ
         dtypes = {weight.format.export_dtype for weight in conversion.weights.values()}
-        return conversion, {*conversion.weights} if len(dtypes) == 1 else set()  # several are as many as it knows
+        untold = (
+            frozenset(conversion.weights) if len(dtypes) == 1 else conversion.untold
+        )  # several are as many as it knows
+        return replace(conversion, untold=untold)
     if not told:
-        return conversion, set()
+        return conversion
     only = next(iter(told)) if len(told) == 1 else None  # also of modules that have other names here
     weights = {}
     for name, weight in conversion.weights.items():
         dtype = only or noted.get(weight.module, weight.format.export_dtype)
         weights[name] = replace(weight, format=replace(weight.format, export_dtype=dtype))
-    untold = {weight.name for weight in weights.values() if only is None and weight.module not in noted}
-    return replace(conversion, weights=weights), untold
+    untold = frozenset(weight.name for weight in weights.values() if only is None and weight.module not in noted)
+    return replace(conversion, weights=weights, untold=untold)
 
 
 def not_compared(mine: Contract, theirs: Contract) -> str:

@@ -76,8 +76,8 @@ def update_weights(
             (``trainer.state_dict()``). The latter are quantized on arrival with the rollout's recipe and scale
             groups, whose members wait for each other: the bits are those that ``export_weights`` gives, unless the
             trainer holds its scales (``Schedule``: frozen, ema), which masters do not tell. What fp32 masters are cast
-            to first is told by a contract, by a ``state_dict()`` itself, or else by what the rollout was made from.
-            Sharded ones (DTensor) are gathered. Of a dict, a list or the like all names, dtypes and shapes are checked
+            to first is told by a contract or by a ``state_dict()`` itself, and remembered; until it is told, it is what
+            the rollout was made from. Sharded ones (DTensor) are gathered. Of a dict, a list or the like all names, dtypes and shapes are checked
             before any byte changes; of an iterator as they come, unless its metadata are given.
         metadata: (name, dtype, shape) of what an iterator will bring (``export_metadata``). All of it is checked before
             any byte changes: a refusal leaves the rollout as it was.
@@ -139,20 +139,19 @@ def update_weights(
         )
     stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
     notes = notes_of(named_tensors)
-    conversion, untold = cast_as_told(conversion, made_under, notes)
-    announced = _check_ahead(
-        lambda: Ledger(root, conversion, plan, made_under, untold), named_tensors, metadata, strict=strict
-    )
+    told = cast_as_told(conversion, made_under, notes)
+    announced = _check_ahead(lambda: Ledger(root, told, plan, made_under), named_tensors, metadata, strict=strict)
     for objection in objections(named_tensors, notes, conversion):
         warnings.warn(objection, stacklevel=2)
     state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True
     try:
-        sync = Sync(root, conversion, plan, made_under, untold)
+        sync = Sync(root, told, plan, made_under)
         for item in stream:
             name, tensor = _checked_item(item)
             if not begun:  # what is no stream at all breaks nothing
                 begun, state.broken = True, "the weights of this rollout are being synced; wait for update_weights"
+                conversion.weights, conversion.untold = told.weights, told.untold  # the next may be told nothing
             if announced is not None:
                 _require_announced(name, (tensor.dtype, tuple(tensor.shape)), announced.pop(name, None))
             sync.take(name, tensor)

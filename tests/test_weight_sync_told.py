@@ -1,0 +1,103 @@
+"""What a weight sync was told of its trainer stays told, and what nobody told it is said."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+from weight_syncs import assert_same_state, state
+
+import quads_qat as qq
+from quads_qat.contract import contract_of
+
+TELLS: dict[str, Callable[[nn.Module], Any]] = {
+    "a state_dict": lambda model: (model.state_dict(), {}),
+    "a contract": lambda model: (iter(model.state_dict().items()), {"contract": contract_of(model)}),
+    "a contract of packed weights": lambda model: (
+        qq.export_weights(model, "modelopt"),
+        {"contract": contract_of(model)},
+    ),
+}
+
+
+def trainer(export: torch.dtype = torch.float16, seed: int = 1, first: torch.dtype = torch.float32) -> nn.Module:
+    """Of fp32 masters between the numbers of 16 bits; ``first``: the dtype of the first layer's."""
+    model: Any = tiny_model("qwen3_moe", seed=seed).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0009)
+    model.model.layers[0].to(first)
+    model.config.dtype = export
+    return qq.convert(model, "w4a16")
+
+
+def rollout(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    return qq.convert(tiny_model("qwen3_moe", seed=0).to(dtype), "w4a4_residual", **options)
+
+
+def pairs(model: nn.Module) -> Any:
+    """Masters without a word."""
+    return iter(model.state_dict().items())
+
+
+def quantized(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in state(model).items() if n.endswith(("qdata", "block_scale", "per_tensor_scale"))}
+
+
+# --------------------------------------------------------------------------------------------------------- export dtype
+
+
+@pytest.mark.parametrize("how", TELLS)
+def test_an_export_dtype_that_was_told_once_is_that_of_later_syncs(how: str) -> None:
+    model, later, expected, mine = trainer(), trainer(seed=2), rollout(), rollout()
+    weights, options = TELLS[how](model)
+    qq.update_weights(mine, weights, **options)
+    assert contract_of(mine).export_dtype == torch.float16
+    for other in (later, model):
+        qq.update_weights(mine, pairs(other))
+        qq.update_weights(expected, qq.export_weights(other, "modelopt"))
+        assert_same_state(quantized(mine), quantized(expected))
+    qq.update_weights(mine, trainer(torch.bfloat16).state_dict())  # until another is told
+    qq.update_weights(mine, pairs(later))
+    assert contract_of(mine).export_dtype == torch.bfloat16
+    qq.update_weights(expected, qq.export_weights(trainer(torch.bfloat16, seed=2), "modelopt"))
+    assert_same_state(quantized(mine), quantized(expected))
+
+
+def test_export_dtypes_of_modules_that_were_told_once_are_those_of_later_syncs() -> None:
+    model, later = (trainer(seed=seed, first=torch.bfloat16) for seed in (1, 2))
+    mine, expected = rollout(), rollout()
+    qq.update_weights(mine, model.state_dict())
+    for told in (None, contract_of(later)):
+        qq.update_weights(mine, pairs(later), contract=told)
+        qq.update_weights(expected, qq.export_weights(later, "modelopt"))
+        assert_same_state(quantized(mine), quantized(expected))
+
+
+def test_that_nobody_told_the_export_dtypes_is_remembered_too() -> None:
+    mixed, mine = trainer(first=torch.bfloat16), rollout()
+    qq.update_weights(mine, qq.export_weights(mixed, "modelopt"), contract=contract_of(mixed))
+    before = state(mine)
+    with pytest.raises(ValueError, match="its trainer's export dtypes differ, and nothing tells"):
+        qq.update_weights(mine, dict(pairs(mixed)))
+    assert_same_state(state(mine), before)
+    qq.update_weights(mine, mixed.state_dict())
+    qq.update_weights(mine, pairs(mixed))
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_sync_that_changes_nothing_is_told_nothing(begun: bool) -> None:
+    """One that fails half-way is: the next one must make the rollout whole."""
+    model, mine, expected = trainer(), rollout(), rollout()
+    masters = dict(pairs(model))
+    name = list(masters)[-1]
+    masters[name] = torch.ones(3)
+    with pytest.raises(ValueError, match="must have shape"):
+        qq.update_weights(mine, iter(masters.items()) if begun else masters, contract=contract_of(model))
+    assert contract_of(mine).export_dtype == (torch.float16 if begun else torch.bfloat16)
+    if begun:
+        qq.update_weights(mine, pairs(model))
+        qq.update_weights(expected, qq.export_weights(model, "modelopt"))
+        assert_same_state(quantized(mine), quantized(expected))
