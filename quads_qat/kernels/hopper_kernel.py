@@ -5,9 +5,9 @@ read codes and block scales, write tiles of W into a ring in shared memory, and 
 other warps only wait for a slot of the ring, issue ``wgmma`` on it and give it back. K keeps its order. Weights are the
 left operand, y.T = W x.T: a tile of W is decoded once and meets as many rows of x as a tile holds, of both terms.
 
-Programs stay, one or two a multiprocessor, and take piece after piece of the work: while one is stored, the next is being
-decoded. A piece is a tile; where a few tiles would leave multiprocessors idle, STREAM gives every program as many steps
-instead, so that some pieces are parts of a tile. Where these are cut depends on the shape and the chip alone.
+Programs stay, one or two a multiprocessor, and take piece after piece of the work: while one is stored, the next is
+being decoded. A piece is a tile; where the number of tiles would leave multiprocessors idle, STREAM gives every program
+as many steps instead, so that some pieces are parts of tiles. Where they are cut depends on the shape and the chip.
 Gluon has no interpreter: without a GPU this kernel is only compiled (``tests/test_matmul_compile.py``).
 """
 
