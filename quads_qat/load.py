@@ -20,6 +20,7 @@ from quads_qat.convert import install, install_packed
 from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part, shared_input_amax
 from quads_qat.scale_groups import activation_key
 from quads_qat.skeleton import skeleton
+from quads_qat.sync_told import cast_as_told
 
 # --------------------------------------------------------------------------------------------------------------- models
 
@@ -51,7 +52,8 @@ def load_rollout(
         contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe,
             scale groups, export dtype and quantized modules, and, where it names a rollout policy, that one. An
             explicit argument above stands for its own part of the policy (``weights_only`` for all of it); the rest
-            is then the contract's, and config.json may not record another.
+            is then the contract's, and config.json may not record another. Masters of later weight syncs are cast to
+            its export dtype.
         trust_remote_code: run the model code that the checkpoint brings, where transformers has none.
 
     Returns:
@@ -74,6 +76,8 @@ def load_rollout(
     model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     require_same_modules(checkpoint, conversion, contract)
+    if contract is not None:
+        conversion = cast_as_told(conversion, given_contract(contract, str(path)), {})
     static = activation is not None and activation.scale is ActivationScale.STATIC
     packed, amaxes = {}, dict.fromkeys(conversion.weights)
     for parameter, disks in by_parameter(plan).items():

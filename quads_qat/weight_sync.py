@@ -77,8 +77,9 @@ def update_weights(
             groups, whose members wait for each other: the bits are those that ``export_weights`` gives, unless the
             trainer holds its scales (``Schedule``: frozen, ema), which masters do not tell. What fp32 masters are cast
             to first is told by a contract or by a ``state_dict()`` itself, and remembered; until it is told, it is what
-            the rollout was made from. Sharded ones (DTensor) are gathered. Of a dict, a list or the like all names, dtypes and shapes are checked
-            before any byte changes; of an iterator as they come, unless its metadata are given.
+            the rollout was made from. Sharded ones (DTensor) are gathered. Of a dict, a list or the like all names,
+            dtypes and shapes are checked before any byte changes; of an iterator as they come, unless its metadata are
+            given.
         metadata: (name, dtype, shape) of what an iterator will bring (``export_metadata``). All of it is checked before
             any byte changes: a refusal leaves the rollout as it was.
         strict: False takes what comes: incomplete layers keep their old weights, unknown names are ignored.

@@ -1,10 +1,13 @@
 """What a weight sync was told of its trainer stays told, and what nobody told it is said."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from by_hand import config
 from tiny_models import tiny_model
 from torch import nn
 from weight_syncs import assert_same_state, state
@@ -34,7 +37,8 @@ def trainer(export: torch.dtype = torch.float16, seed: int = 1, first: torch.dty
 
 
 def rollout(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    return qq.convert(tiny_model("qwen3_moe", seed=0).to(dtype), "w4a4_residual", **options)
+    model: Any = tiny_model("qwen3_moe", seed=0)
+    return qq.convert(model.to(dtype), "w4a4_residual", **options)
 
 
 def pairs(model: nn.Module) -> Any:
@@ -85,6 +89,26 @@ def test_that_nobody_told_the_export_dtypes_is_remembered_too() -> None:
     assert_same_state(state(mine), before)
     qq.update_weights(mine, mixed.state_dict())
     qq.update_weights(mine, pairs(mixed))
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_the_contract_that_a_rollout_was_loaded_with_tells_it(first: torch.dtype, tmp_path: Path) -> None:
+    """Of a checkpoint that does not record from which dtype it was quantized."""
+    model = trainer(first=first)
+    qq.export_checkpoint(trainer(torch.bfloat16), tmp_path / "out", dialect="modelopt")
+    changed = config(tmp_path / "out")
+    for key in ("export_dtype", "quantized", "high_precision"):
+        del changed["quads_qat"][key]
+    changed["dtype"] = None
+    (tmp_path / "out" / "config.json").write_text(json.dumps(changed | {"version": 1}), "utf-8")
+    mine, expected = qq.load_rollout(tmp_path / "out", dtype=torch.float32, contract=contract_of(model)), rollout()
+    if first == torch.float32:
+        qq.update_weights(mine, pairs(model))
+        qq.update_weights(expected, qq.export_weights(model, "modelopt"))
+        assert_same_state(quantized(mine), quantized(expected))
+    else:
+        with pytest.raises(ValueError, match="its trainer's export dtypes differ, and nothing tells"):
+            qq.update_weights(mine, dict(pairs(model)))
 
 
 @pytest.mark.parametrize("begun", [True, False])
