@@ -94,7 +94,8 @@ class Ledger:
         exact = here == torch.float32 and weight is None  # a 16-bit tensor for parameters in fp32
         if dtype != here and not (floats and (dtype == torch.float32 or exact)):
             masters = " or float32, which is cast to that" if here.is_floating_point else ""
-            raise ValueError(f"update_weights: {name} must be {here}{masters}, got {dtype}")
+            way_out = _way_out_of_dtype(dtype, quantized=weight is not None) if floats and dtype.itemsize == 2 else ""
+            raise ValueError(f"update_weights: {name} must be {here}{masters}, got {dtype}{way_out}")
         if weight is not None:
             self._enter_form(name, weight, _HIGH_PRECISION)
             if dtype == torch.float32 and weight.name in self.conversion.untold:
@@ -212,6 +213,19 @@ class Ledger:
                 f"update_weights: activation scales came for some weights, but not for {lacking[0]} and "
                 f"{len(lacking) - 1} more; send all or none of them"
             )
+
+
+def _way_out_of_dtype(dtype: torch.dtype, *, quantized: bool) -> str:
+    """Where 16 bits came for other 16 bits."""
+    if quantized:
+        return (
+            "; its trainer quantizes from that: pass contract=quads_qat.contract_of(trainer), or send "
+            "trainer.state_dict() as it is made or packed weights"
+        )
+    return (
+        f"; give the rollout its trainer's dtype: load_rollout(..., dtype={dtype}) or rollout.to({dtype}); or "
+        "torch.float32, which takes all"
+    )
 
 
 def _way_out(missing: list[str], unexpected: list[str]) -> str:

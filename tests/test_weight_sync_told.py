@@ -125,3 +125,65 @@ def test_a_sync_that_changes_nothing_is_told_nothing(begun: bool) -> None:
         qq.update_weights(mine, pairs(model))
         qq.update_weights(expected, qq.export_weights(model, "modelopt"))
         assert_same_state(quantized(mine), quantized(expected))
+
+
+# ------------------------------------------------------------------------------------------------------ other 16 bits
+
+
+HALVES = (torch.bfloat16, torch.float16)
+OTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
+
+
+def in_dtype(dtype: torch.dtype) -> nn.Module:
+    model: Any = tiny_model("qwen3_moe", seed=1)
+    return qq.convert(model.to(dtype), "w4a16")
+
+
+@pytest.mark.parametrize("way_out", ["load_rollout", "to", "float32"])
+@pytest.mark.parametrize("form", ["packed", "masters"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_rollout_in_other_16_bits_names_the_way_out(
+    dtype: torch.dtype, form: str, way_out: str, tmp_path: Path
+) -> None:
+    """What is not quantized cannot be given to it without another rounding."""
+    model, other = in_dtype(dtype), OTHER[dtype]
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    mine = qq.load_rollout(tmp_path / "out", dtype=other)
+
+    def weights() -> Any:
+        return qq.export_weights(model, "modelopt") if form == "packed" else model.state_dict()
+
+    said = (
+        rf"must be {other} or float32, which is cast to that, got {dtype}; give the rollout its trainer's dtype: "
+        rf"load_rollout\(\.\.\., dtype={dtype}\) or rollout.to\({dtype}\); or torch.float32, which takes all;"
+    )
+    with pytest.raises(ValueError, match=said):
+        qq.update_weights(mine, weights())
+    if way_out == "load_rollout":
+        mine = qq.load_rollout(tmp_path / "out", dtype=dtype)
+    else:
+        mine = mine.to(dtype if way_out == "to" else torch.float32)
+    qq.update_weights(mine, weights())
+    assert qq.check_first_step(model, mine).failed == []
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_decoded_weights_in_other_16_bits_name_the_way_out(dtype: torch.dtype) -> None:
+    model, mine = in_dtype(dtype), qq.convert(in_dtype(OTHER[dtype]), "w4a4_residual").float()
+    said = (
+        rf"must be {OTHER[dtype]} or float32, which is cast to that, got {dtype}; its trainer quantizes from that: pass "
+        r"contract=quads_qat.contract_of\(trainer\), or send trainer.state_dict\(\) as it is made or packed weights;"
+    )
+    with pytest.raises(ValueError, match=said):
+        qq.update_weights(mine, qq.export_weights(model, "dequantized"))
+    qq.update_weights(mine, qq.export_weights(model, "dequantized"), contract=contract_of(model))
+    assert qq.check_first_step(model, mine).failed == []
+    qq.update_weights(mine, pairs(model))  # it is remembered
+
+
+def test_what_is_no_float_has_no_such_way_out() -> None:
+    mine = rollout(torch.bfloat16)
+    for wrong in (torch.int64, torch.float64):
+        masters = {"lm_head.weight": torch.zeros(128, 64, dtype=wrong)}
+        with pytest.raises(ValueError, match=rf"cast to that, got {wrong}; nothing was changed$"):
+            qq.update_weights(mine, masters, strict=False)
