@@ -274,7 +274,10 @@ def test_assembly_and_plain_operations_give_the_same_bits():
 def test_thousands_of_launches_give_the_same_bits(shape: tuple[int, int]):
     """What a multiplication reads may be late by chance: one launch in fifty was wrong, with tiles that none chose."""
     q = weight(*shape)
-    for m, tiles in ((256, Wide(256, 128, 4, 8, 4, 2)), (256, None), (128, None), (64, None), (16, None)):
+    rows = [(256, Wide(256, 128, 4, 8, 4, 2)), *((m, None) for m in (256, 128, 64, 16))]
+    if runs_on(torch.device(DEVICE)):
+        rows += [(200, Hopper(128, 256, 3, stream=True)), (100, Hopper(128, 128, 3, 8, 8, stream=True))]
+    for m, tiles in rows:
         x = noise(1, m, shape[1])
         wanted, wrong = run(x, q, config=tiles), torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(2000):
@@ -283,9 +286,11 @@ def test_thousands_of_launches_give_the_same_bits(shape: tuple[int, int]):
 
 
 @pytest.mark.skipif(not GPU, reason="needs CUDA graphs")
-def test_graphs_and_streams_share_no_counters():
-    q, xs = weight(2048, 4096), [noise(1, 48, 4096, seed=i) for i in range(4)]
-    assert isinstance(configuration(48, 2048, 4096, 1, module.device_of(xs[0])[0], False), Wide)
+@pytest.mark.parametrize("rows", [48, 200])
+def test_graphs_and_streams_share_no_counters(rows: int):
+    q, xs = weight(8192, 4096), [noise(1, rows, 4096, seed=i) for i in range(4)]
+    tiles = configuration(rows, 8192, 4096, 1, module.device_of(xs[0])[0], False, runs_on(torch.device(DEVICE)))
+    assert isinstance(tiles, Wide) if rows == 48 else tiles is None or tiles.stream or not runs_on(torch.device(DEVICE))
     wanted = [run(x, q) for x in xs]
     graphs, results = [torch.cuda.CUDAGraph() for _ in xs], []
     for graph, x in zip(graphs, xs, strict=True):

@@ -88,6 +88,11 @@ def grouped_tiles(mean: int, k: int, terms: int) -> Hopper | None:
     return _ONE_TERM if terms == 1 else _TWO_TERMS
 
 
+def box_of(config: Hopper) -> int:
+    """Rows of x that one copy fetches: a quarter of a tile, at least the 8 that are stored as one pattern."""
+    return max(8, config.columns // 4)
+
+
 def programs_of(config: Hopper, m: int, n: int, k: int, groups: int, processors: int) -> int:
     """How many programs have work: tiles (for groups, the most that any split of the rows can need), or their steps."""
     used = min(groups, m)
@@ -131,8 +136,8 @@ def descriptors(config: Hopper, x: Tensor, second: Tensor | None, qdata: Tensor,
     words = qdata.contiguous().view(torch.int32).view(-1, k // 8)
     scales = block_scale.contiguous().view(torch.uint8).view(-1, k // 16)
     terms = [t if t.stride(0) >= k else t.contiguous() for t in (x, x if second is None else second)]
-    tile = [config.columns, 64]
-    operands = [(t, tile, NVMMASharedLayout(128, 16, 2)) for t in terms]
+    box = [box_of(config), 64]
+    operands = [(t, box, NVMMASharedLayout(128, 16, 2)) for t in terms]
     operands.append((words, [config.rows, 32], NVMMASharedLayout(128, 32, 2)))
     operands.append((scales, [config.rows, 16], NVMMASharedLayout(0, 8, 2)))
     aligned = [(t if t.data_ptr() % 16 == 0 else t.clone(), block, layout) for t, block, layout in operands]

@@ -191,6 +191,11 @@ def _decode(
     WORDS: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 4)
     SCALES: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 1)
     BYTES: gl.constexpr = COLUMNS * 128 * TERMS
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
+    BOXES: gl.constexpr = COLUMNS // BOX
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x_boxes = xs._reinterpret(gl.bfloat16, [STAGES * BOXES, BOX, 64], TILE)
+    second_boxes = seconds._reinterpret(gl.bfloat16, [STAGES * BOXES, BOX, 64], TILE)
     table = _table(ends_ptr, groups, GROUPS, COLUMNS)
     first_tile, _count, total = _pieces(tiles, steps, STREAM)
     piece = 0
@@ -219,10 +224,14 @@ def _decode(
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
-            at = [first, (run + j) * 64]
-            tma.async_copy_global_to_shared(x_desc, at, full.index(slot), xs.index(slot))
-            if TERMS == 2:
-                tma.async_copy_global_to_shared(second_desc, at, full.index(slot), seconds.index(slot))
+            for b in gl.static_range(BOXES):
+                # past the last row other rows do as well: their sums are not stored, and copying nothing is slow
+                x_row = gl.where(first + b * BOX < m, first + b * BOX, first)
+                at = [x_row, (run + j) * 64]
+                tma.async_copy_global_to_shared(x_desc, at, full.index(slot), x_boxes.index(slot * BOXES + b))
+                if TERMS == 2:
+                    box = second_boxes.index(slot * BOXES + b)
+                    tma.async_copy_global_to_shared(second_desc, at, full.index(slot), box)
             codes = words.index(here).slice(8 * j, 8, dim=1)
             pairs = scales.index(here)._reinterpret(gl.int16, [ROWS, 2 * _GROUP], gl.NVMMASharedLayout(0, 16, 2))
             for i in gl.static_range(ROWS // 64):
