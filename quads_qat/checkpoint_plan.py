@@ -17,7 +17,7 @@ from quads_qat import names
 from quads_qat.checkpoint_io import Reader
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, Weight
-from quads_qat.experts import ExpertsLayout, layout_of
+from quads_qat.experts_layout import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 

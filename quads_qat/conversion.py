@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quads_qat.config import ActivationFormat, Dialect, Mode, Recipe, ResidualConfig, Schedule, Scope, WeightFormat
-from quads_qat.experts import ExpertsLayout, layout_of
+from quads_qat.experts_layout import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
 from quads_qat.residual import SyncState

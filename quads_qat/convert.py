@@ -42,7 +42,8 @@ from quads_qat.conversion import (
     require_unwrapped,
     select,
 )
-from quads_qat.experts import W4A4Experts, W4A16Experts, layout_of
+from quads_qat.experts import W4A4Experts, W4A16Experts
+from quads_qat.experts_layout import layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear

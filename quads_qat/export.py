@@ -32,7 +32,7 @@ from quads_qat.config import (
 )
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion, select
-from quads_qat.experts import layout_of
+from quads_qat.experts_layout import layout_of
 from quads_qat.output_shards import require_space, write_stream
 from quads_qat.record import RECORD, record_text
 from quads_qat.required_tensors import require_tensors

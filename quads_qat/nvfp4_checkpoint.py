@@ -17,7 +17,7 @@ from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, SplitBias, cut
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY, Contract
 from quads_qat.conversion import Conversion, cast_of, select
-from quads_qat.experts import layout_of
+from quads_qat.experts_layout import layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
 

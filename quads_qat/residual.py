@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from quads_qat import adapters, checks, ops
 from quads_qat.autograd import activation_amax
 from quads_qat.config import ActivationFormat, ActivationScale, ExpertMask, Recipe, ResidualConfig, ResidualScope
-from quads_qat.experts import ExpertsLayout, StandsFor, W4A16Experts, experts_loop, grouped_forward
+from quads_qat.experts import W4A16Experts
+from quads_qat.experts_dispatch import StandsFor, experts_loop, grouped_forward
+from quads_qat.experts_layout import ExpertsLayout
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import is_hooked
 
@@ -369,7 +371,7 @@ class ResidualCompensatedExperts(StandsFor, PackedModule):
 
         if self._multiplies_grouped(hidden_states, packed):
             return grouped_forward(self, lambda name, x, offs, _: project(name, x, offs=offs), *args, **kwargs)
-        return experts_loop(self, self.layout, project_expert, *args, **kwargs)
+        return experts_loop(self, project_expert, *args, **kwargs)
 
     def _multiplies_grouped(self, hidden_states: Tensor, packed: dict[str, NVFP4Tensor]) -> bool:
         """Whether all experts go through one call of a GEMM per projection, with no value read by the host.

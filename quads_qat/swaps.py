@@ -19,7 +19,8 @@ from quads_qat import ops, reference, reference_matmul
 from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig, ResidualScope
 from quads_qat.conversion import STATE, Conversion, conversion_of, require_model
 from quads_qat.convert import quantize_weight
-from quads_qat.experts import ExpertsLayout, StandsFor, expert_bias, experts_loop, layout_of
+from quads_qat.experts_dispatch import StandsFor, expert_bias, experts_loop
+from quads_qat.experts_layout import ExpertsLayout, layout_of
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.residual import PackedModule, ResidualCompensatedExperts
 
@@ -216,7 +217,7 @@ def _experts(module: Any, name: str, sources: dict[str, Ingredients], seen: Seen
             like: Any = module._parameters[parameter]
             return multiply(x, used[parameter], expert, bias, like)
 
-        return experts_loop(owner, owner.layout, project, *args, **kwargs)
+        return experts_loop(owner, project, *args, **kwargs)
 
     return forward
 

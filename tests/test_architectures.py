@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from twins import assert_equal_tensors, outputs_and_gradients, plain_twin
 
 import quads_qat as qq
-from quads_qat.experts import W4A16Experts, layout_of
+from quads_qat.experts import W4A16Experts
+from quads_qat.experts_layout import layout_of
 from quads_qat.linear import W4A16Linear
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 

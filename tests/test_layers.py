@@ -20,13 +20,13 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("formats", "packing", "qtensor", "config", "scale_groups", "selection", "names"),
             *("dialects", "engine_limits", "safetensors_file", "checkpoint_io", "resume", "output_shards", "skeleton"),
             "required_tensors",
-            *("record", "name_ranges"),
+            *("record", "name_ranges", "experts_layout"),
         ),
     ),
     ("L0b", ("reference", "reference_matmul", "kernels")),
     ("L1", ("checks", "library", "activations", "gemms", "ops")),
     ("L2", ("sharding", "autograd", "adapters")),
-    ("L3", ("linear", "experts", "residual", "rollout_state")),
+    ("L3", ("experts_dispatch", "linear", "experts", "residual", "rollout_state")),
     (
         "L4",
         (

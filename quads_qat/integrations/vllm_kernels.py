@@ -38,7 +38,8 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict  # pyright: i
 from quads_qat import ops
 from quads_qat.config import ActivationScale, Dialect, Recipe
 from quads_qat.contract import KEY
-from quads_qat.experts import ExpertsLayout, grouped_forward
+from quads_qat.experts_dispatch import grouped_forward
+from quads_qat.experts_layout import ExpertsLayout
 from quads_qat.formats import SCALE_RANGE
 from quads_qat.integrations.vllm_policy import Serving, serving
 from quads_qat.qtensor import NVFP4Tensor
@@ -182,7 +183,7 @@ def unregister_from_vllm() -> None:
 
 
 class QuadsNvFp4Experts(mk.FusedMoEExpertsModular):
-    """The experts of a layer through the grouped GEMMs of a rollout, in the order of ``experts.grouped_forward``.
+    """The experts of a layer through the grouped GEMMs of a rollout, in the order of :func:`grouped_forward`.
 
     Both projections quantize and compensate their own input rows. Gate functions are vLLM's on a GPU.
     """

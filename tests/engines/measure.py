@@ -19,7 +19,7 @@ import quads_qat as qq
 from quads_qat import EngineWarning, engine_limits
 from quads_qat.checkpoint_plan import layer_of
 from quads_qat.conversion import conversion_of
-from quads_qat.experts import layout_of
+from quads_qat.experts_layout import layout_of
 from quads_qat.names import disk_state
 
 from . import ENGINES, table
