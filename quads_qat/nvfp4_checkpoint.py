@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io, dialects, names
 from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, SplitBias, cut, disk_plan
-from quads_qat.config import Dialect, Recipe
+from quads_qat.config import Dialect, Recipe, Scope
 from quads_qat.contract import KEY, Contract
 from quads_qat.conversion import Conversion, cast_of, select
 from quads_qat.experts_layout import layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.selection import in_scope
 
 
 @dataclass
@@ -144,6 +145,8 @@ class Checkpoint:
         conversion = select(model, recipe=self.recipe, only=quantized, groups=rules, export_dtype=dtype)
         if self.contract is not None:
             conversion.scope = self.contract.scope
+        else:  # others do not say what was asked for; the narrowest that it can have been
+            conversion.scope = next(s for s in reversed(Scope) if all(in_scope(name, s) for name in quantized))
         return conversion, disk_plan(model, conversion, self.dialect)
 
     def _require_placed(self, model: nn.Module, unplaced: set[str]) -> None:

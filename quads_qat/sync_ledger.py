@@ -12,7 +12,8 @@ from quads_qat.checkpoint_plan import DiskWeight
 from quads_qat.config import Dialect, Scope, WeightScale
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, Weight
-from quads_qat.selection import in_scope
+from quads_qat.experts_layout import layout_of
+from quads_qat.selection import default_exclusion, in_scope
 from quads_qat.sync_plan import PackedTarget, SyncPlan, Target, module_of
 
 _PACKED, _HIGH_PRECISION = "packed", "in high precision"
@@ -37,6 +38,7 @@ class Ledger:
         self.filled: dict[str, int] = {}  # parameter -> elements, or packed tensors, that have come
         self.forms: dict[str, str] = {}  # scale group -> _PACKED or _HIGH_PRECISION
         self.listed = set() if contract is None else contract.modules()
+        self.beyond = [] if contract is None else self._covered_beyond(contract.scope)
         self.first: dict[str, str] = {}  # form -> the first name that came in it, of weights that come in either
         self.input_scales: dict[str, int] = {}  # quantized parameter -> activation scales that have come
 
@@ -133,21 +135,36 @@ class Ledger:
 
     def _require_told(self, name: str, weight: Weight, contract: Contract) -> None:
         """Refuse a weight in high precision if the contract says that it leaves out what the trainer multiplies by."""
-        theirs, mine, widths = contract.scope, self.conversion.scope, list(Scope)
+        theirs = contract.scope
         if contract.weight_scale is not WeightScale.DYNAMIC:
-            what = f"the trainer's scales are held ({contract.weight_scale})"
-        elif weight.module in self.listed:
+            raise ValueError(
+                f"update_weights: {name} is {_HIGH_PRECISION}, and the contract says that the trainer's scales are "
+                f"held ({contract.weight_scale}), which such tensors do not tell; send packed tensors: "
+                "quads_qat.export_weights(trainer), or export_checkpoint and its files"
+            )
+        if weight.module in self.listed:
             return  # both contracts say which modules are quantized, and were compared
-        elif theirs is mine:
+        if theirs is self.conversion.scope:
             return  # what is beyond it was included, here and perhaps there
-        elif not in_scope(weight.module, theirs) or widths.index(theirs) < widths.index(mine):
-            what = f"the trainer quantizes scope '{theirs}', this rollout '{mine}'"
+        if in_scope(weight.module, theirs):
+            if not self.beyond:
+                return
+            what = f"covers {self.beyond[0]}, which this rollout does not quantize"
         else:
-            return
+            what = "does not cover it"
         raise ValueError(
-            f"update_weights: {name} is {_HIGH_PRECISION}, and the contract says that {what}, which such tensors do "
-            "not tell; send packed tensors: quads_qat.export_weights(trainer), or export_checkpoint and its files"
+            f"update_weights: {name} is {_HIGH_PRECISION}, and the contract does not list its module; its scope "
+            f"'{theirs}' {what}, and what was included or excluded is not known; pass "
+            "contract=quads_qat.contract_of(trainer), which lists it, or send trainer.state_dict() as it is made or "
+            "packed tensors: quads_qat.export_weights(trainer)"
         )
+
+    def _covered_beyond(self, theirs: Scope) -> list[str]:
+        """Linears and experts in high precision that the trainer's scope covers, and the rollout's does not."""
+        mine, names = self.conversion.scope, [skipped.module for skipped in self.conversion.skipped]
+        names = [n for n in names if in_scope(n, theirs) and not in_scope(n, mine) and default_exclusion(n) is None]
+        modules = {name: self.root.get_submodule(name) for name in names}
+        return [n for n, module in modules.items() if isinstance(module, nn.Linear) or layout_of(module) is not None]
 
     def took_masters(self) -> bool:
         """Whether weights have come that are quantized here."""

@@ -23,6 +23,14 @@ def notes_of(named_tensors: Any) -> dict[str, dict[str, Any]]:
     return {module: entry[TRAINER] for module, entry in metadata.items() if TRAINER in entry}
 
 
+def listed_by(contract: Contract, named_tensors: Any, notes: Mapping[str, Mapping[str, Any]]) -> Contract:
+    """A contract of the first version with the modules that a state_dict notes as quantized, and all others."""
+    if not notes or None not in (contract.quantized, contract.high_precision):
+        return contract
+    others = [name for name in named_tensors._metadata if name and name not in notes]
+    return replace(contract, quantized=shortened(notes), high_precision=shortened(others))
+
+
 def cast_as_told(
     conversion: Conversion, contract: Contract | None, notes: Mapping[str, Mapping[str, Any]]
 ) -> Conversion:

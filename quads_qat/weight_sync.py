@@ -45,7 +45,7 @@ from quads_qat.conversion import conversion_of, require_unwrapped
 from quads_qat.sync_layers import Sync, SyncReport
 from quads_qat.sync_ledger import Ledger
 from quads_qat.sync_plan import Layout, sync_plan
-from quads_qat.sync_told import cast_as_told, not_compared, notes_of, objections
+from quads_qat.sync_told import cast_as_told, listed_by, not_compared, notes_of, objections
 
 _STREAMS = "pass quads_qat.export_weights(trainer, 'modelopt') or trainer.state_dict()"
 
@@ -128,8 +128,9 @@ def update_weights(
         )
     require_unwrapped(root, "update_weights")
     made_under = None if contract is None else given_contract(contract, "update_weights")
-    unheard = ""
+    notes, unheard = notes_of(named_tensors), ""
     if made_under is not None:
+        made_under = listed_by(made_under, named_tensors, notes)
         mine = Contract.of_conversion(conversion)
         mine.require_same(made_under, "update_weights", export_dtype=False)
         unheard = not_compared(mine, made_under)
@@ -139,7 +140,6 @@ def update_weights(
             "reads); let it finish first"
         )
     stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
-    notes = notes_of(named_tensors)
     told = cast_as_told(conversion, made_under, notes)
     announced = _check_ahead(lambda: Ledger(root, told, plan, made_under), named_tensors, metadata, strict=strict)
     for objection in objections(named_tensors, notes, conversion):

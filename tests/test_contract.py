@@ -210,7 +210,9 @@ def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, min
     assert "mlp.experts" not in str(error.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.state_dict().items())
     told = replace(contract_of(model), quantized=None, high_precision=None)  # an older record
-    message = f"in high precision, .* the trainer quantizes scope '{theirs}', this rollout '{mine}', which .*; send"
+    message = rf"in high precision, .* its scope '{theirs}' .*; pass contract=quads_qat.contract_of\(trainer\), which"
+    if form == "a dict":  # which lists the modules itself
+        message = f"{refused}{forms[theirs == 'all']};.*with the same"
     with pytest.raises(ValueError, match=message) as error:
         qq.update_weights(rollout, state if form == "a dict" else state.items(), contract=told)
     assert "\n" not in str(error.value)
@@ -223,7 +225,7 @@ def test_masters_of_a_trainer_with_another_scope_are_not_synced(theirs: str, min
 def test_masters_are_taken_where_only_the_name_of_the_scope_differs() -> None:
     """A checkpoint of others does not say what its scope was called; this one quantizes experts only."""
     rollout = qq.load_rollout(CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4_experts_only", residual=ResidualConfig())
-    assert contract_of(rollout).scope is Scope.ALL
+    assert contract_of(rollout).scope is Scope.EXPERTS
     recipe = contract_of(rollout).recipe
     model = qq.convert(AutoModelForCausalLM.from_pretrained(MOE), "w4a16", scope="experts", recipe=recipe)
     qq.update_weights(rollout, model.state_dict(), contract=contract_of(model))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from weight_syncs import assert_same_state, state
 
 import quads_qat as qq
-from quads_qat.contract import contract_of
+from quads_qat.contract import Contract, contract_of
 
 TELLS: dict[str, Callable[[nn.Module], Any]] = {
     "a state_dict": lambda model: (model.state_dict(), {}),
@@ -171,8 +172,8 @@ def test_a_rollout_in_other_16_bits_names_the_way_out(
 def test_decoded_weights_in_other_16_bits_name_the_way_out(dtype: torch.dtype) -> None:
     model, mine = in_dtype(dtype), qq.convert(in_dtype(OTHER[dtype]), "w4a4_residual").float()
     said = (
-        rf"must be {OTHER[dtype]} or float32, which is cast to that, got {dtype}; its trainer quantizes from that: pass "
-        r"contract=quads_qat.contract_of\(trainer\), or send trainer.state_dict\(\) as it is made or packed weights;"
+        rf"must be {OTHER[dtype]} or float32, which is cast to that, got {dtype}; its trainer quantizes from "
+        r"that: pass contract=quads_qat.contract_of\(trainer\), or send trainer.state_dict\(\) as it is made or packed"
     )
     with pytest.raises(ValueError, match=said):
         qq.update_weights(mine, qq.export_weights(model, "dequantized"))
@@ -187,3 +188,94 @@ def test_what_is_no_float_has_no_such_way_out() -> None:
         masters = {"lm_head.weight": torch.zeros(128, 64, dtype=wrong)}
         with pytest.raises(ValueError, match=rf"cast to that, got {wrong}; nothing was changed$"):
             qq.update_weights(mine, masters, strict=False)
+
+
+# ------------------------------------------------------------------------- contracts that do not list what is quantized
+
+
+SETS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "mlp": {"scope": "mlp"},
+    "experts": {"scope": "experts"},
+    "experts and more": {"scope": "experts", "include": ["*.q_proj", "*.k_proj", "*.v_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], nn.Module]:
+    """Rollouts of checkpoints that do not say what was asked for when they were quantized."""
+    directory = tmp_path_factory.mktemp("of_others")
+
+    def load(what: str) -> nn.Module:
+        path = directory / what
+        if not path.exists():
+            model = qq.convert(tiny_model("qwen3_moe", seed=0), "w4a16", recipe="modelopt", **SETS[what])
+            qq.export_checkpoint(model, path, dialect="modelopt")
+            others = {key: value for key, value in config(path).items() if key != "quads_qat"}
+            (path / "config.json").write_text(json.dumps(others), "utf-8")
+        return qq.load_rollout(path, weights_only=True)
+
+    return load
+
+
+def first_version(what: str) -> tuple[nn.Module, Contract]:
+    """A trainer, and its contract as the first version had it."""
+    model = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a16", recipe="modelopt", **SETS[what])
+    return model, replace(contract_of(model), quantized=None, high_precision=None)
+
+
+@pytest.mark.parametrize("mine", SETS)
+@pytest.mark.parametrize("theirs", SETS)
+def test_where_a_state_dict_lists_what_is_quantized_that_decides(
+    theirs: str, mine: str, of_others: Callable[[str], nn.Module]
+) -> None:
+    (model, told), target = first_version(theirs), of_others(mine)
+    before, alike = state(target), {theirs, mine} <= {"mlp", "experts"} or theirs == mine
+    if alike:  # the modules, whatever their scope is called
+        qq.update_weights(target, model.state_dict(), contract=told)
+        assert qq.check_first_step(model, target).failed == []
+        return
+    with pytest.raises(ValueError, match=r"another contract: scope, include or exclude: model.layers.0-1.self_attn"):
+        qq.update_weights(target, model.state_dict(), contract=told)
+    assert_same_state(state(target), before)
+
+
+LACKS = {
+    ("all", "mlp"): "covers model.layers.0.self_attn.q_proj, which this rollout does not quantize",
+    ("all", "experts"): "covers model.layers.0.self_attn.q_proj, which this rollout does not quantize",
+    ("mlp", "all"): "does not cover it",
+    ("experts", "all"): "does not cover it",
+    ("mlp", "experts and more"): "does not cover it",
+    ("experts", "experts and more"): "does not cover it",
+    ("experts and more", "all"): "does not cover it",
+    ("experts and more", "experts and more"): "does not cover it",
+}
+NOT_TOLD = {("experts and more", "mlp"), ("experts and more", "experts"), ("all", "experts and more")}
+"""Only by what was included or excluded do these differ from others that are alike."""
+
+
+@pytest.mark.parametrize("mine", SETS)
+@pytest.mark.parametrize("theirs", SETS)
+def test_where_nothing_lists_what_is_quantized_the_scope_is_compared_with_it(
+    theirs: str, mine: str, of_others: Callable[[str], nn.Module]
+) -> None:
+    (model, told), target = first_version(theirs), of_others(mine)
+    masters = dict(model.state_dict())
+    before = state(target)
+    if (theirs, mine) in LACKS:
+        said = (
+            rf"is in high precision, and the contract does not list its module; its scope '{told.scope}' "
+            rf"{LACKS[theirs, mine]}, and what was included or excluded is not known; pass "
+            r"contract=quads_qat.contract_of\(trainer\), which lists it, or send trainer.state_dict\(\) as it is made"
+        )
+        with pytest.raises(ValueError, match=said):
+            qq.update_weights(target, masters, contract=told)
+        assert_same_state(state(target), before)
+        if theirs == mine:  # the ways out
+            qq.update_weights(target, masters, contract=contract_of(model))
+            qq.update_weights(target, model.state_dict(), contract=told)
+            qq.update_weights(target, qq.export_weights(model, "modelopt"), contract=told)
+        return
+    qq.update_weights(target, masters, contract=told)
+    failed = qq.check_first_step(model, target).failed
+    assert failed == (["coverage"] if (theirs, mine) in NOT_TOLD else [])
