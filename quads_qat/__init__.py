@@ -6,12 +6,8 @@ from quads_qat.buckets import bucketed, unbucketed
 from quads_qat.compare import diff
 from quads_qat.config import Backend, Dialect, Mode, Recipe, ResidualConfig, Schedule, Scope, WeightScale
 from quads_qat.contract import Contract, contract_of
-from quads_qat.convert import (
-    convert,
-    coverage,
-    full_precision,
-    revert,
-)
+from quads_qat.convert import convert, full_precision, revert
+from quads_qat.coverage import coverage
 from quads_qat.diagnose import Diagnosis, GapLogger, GapStats, diagnose, gap_stats
 from quads_qat.engine_limits import EngineWarning
 from quads_qat.export import export_checkpoint

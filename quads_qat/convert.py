@@ -1,4 +1,4 @@
-"""``convert``: swap a model's linears and experts for quantized ones, in place, and report what was done.
+"""``convert``: swap a model's linears and experts for quantized ones, in place, and undo it.
 
 ``conversion.select`` decides first and touches nothing. Only then are classes swapped (trainer modes) or modules
 replaced by packed ones (rollout mode).
@@ -9,15 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from quads_qat import checks, ops, sharding
-from quads_qat.autograd import group_amax
 from quads_qat.config import (
     ActivationFormat,
     ActivationScale,
@@ -31,7 +28,6 @@ from quads_qat.config import (
 from quads_qat.conversion import (
     STATE,
     Conversion,
-    Skipped,
     Weight,
     check_patterns,
     conversion_of,
@@ -46,9 +42,10 @@ from quads_qat.experts import W4A4Experts, W4A16Experts
 from quads_qat.experts_layout import layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantized_weights import quantize_weight
 from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.rollout_state import refuse_unfit_states
-from quads_qat.scale_groups import activation_key, whole
+from quads_qat.scale_groups import activation_key
 
 _CONVERTED = (W4A16Linear, W4A16Experts, ResidualCompensatedLinear, ResidualCompensatedExperts)
 _CLASSES = {Mode.W4A16: (W4A16Linear, W4A16Experts), Mode.W4A4: (W4A4Linear, W4A4Experts)}
@@ -110,30 +107,20 @@ def convert(
     require_kind("convert", "schedule", schedule, Schedule)
     mode, recipe, scope = Mode(mode), Recipe(recipe), Scope(scope)
     check_patterns(include=include, exclude=exclude, groups=groups)
-    if residual is not None and mode is not Mode.W4A4_RESIDUAL:
-        raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
-    if schedule is not None and mode is Mode.W4A4_RESIDUAL:
-        raise ValueError("convert: schedule= is for trainers; a rollout's weights change when they are synced; drop it")
-    if weights_only and (mode is not Mode.W4A4_RESIDUAL or residual or activation_scale or activation_recipe):
-        raise ValueError(
-            "convert: weights_only=True is for mode='w4a4_residual' and leaves activations alone; drop it, or drop "
-            "residual, activation_scale and activation_recipe"
-        )
+    for_activations = activation_scale is not None or activation_recipe is not None
+    _check_options(mode, residual, schedule, weights_only, for_activations)
     activation = None
     if mode is not Mode.W4A16 and not weights_only:
-        if mode is Mode.W4A4:
-            warnings.warn(
-                "mode='w4a4' is for ablations: quantizing the trainer's activations widens the log-prob gap to the "
-                "rollout (arXiv 2607.15810); train with mode='w4a16'",
-                stacklevel=2,
-            )
         activation = ActivationFormat(
             scale=ActivationScale(activation_scale or ActivationScale.PER_TOKEN),
             recipe=Recipe(activation_recipe or Recipe.ALIGNED),
         )
-    elif not weights_only and (activation_scale is not None or activation_recipe is not None):
-        raise ValueError("convert: mode='w4a16' leaves activations alone; drop activation_scale and activation_recipe")
-
+    if mode is Mode.W4A4:
+        warnings.warn(
+            "mode='w4a4' is for ablations: quantizing the trainer's activations widens the log-prob gap to the "
+            "rollout (arXiv 2607.15810); train with mode='w4a16'",
+            stacklevel=2,
+        )
     if any(STATE in m.__dict__ for m in model.modules()):
         root, conversion = conversion_of(model, "convert")
         require_unwrapped(root, "convert")
@@ -162,6 +149,23 @@ def convert(
     residual = None if weights_only else residual or ResidualConfig()
     install_packed(root, conversion, packed, amaxes, activation, residual)
     return model
+
+
+def _check_options(
+    mode: Mode, residual: ResidualConfig | None, schedule: Schedule | None, weights_only: bool, for_activations: bool
+) -> None:
+    """Each option goes with the mode; ``for_activations``: whether one was given that says how they are quantized."""
+    if residual is not None and mode is not Mode.W4A4_RESIDUAL:
+        raise ValueError(f"convert: residual= is for mode='w4a4_residual', got mode='{mode}'; drop it")
+    if schedule is not None and mode is Mode.W4A4_RESIDUAL:
+        raise ValueError("convert: schedule= is for trainers; a rollout's weights change when they are synced; drop it")
+    if weights_only and (mode is not Mode.W4A4_RESIDUAL or residual or for_activations):
+        raise ValueError(
+            "convert: weights_only=True is for mode='w4a4_residual' and leaves activations alone; drop it, or drop "
+            "residual, activation_scale and activation_recipe"
+        )
+    if mode is Mode.W4A16 and for_activations:
+        raise ValueError("convert: mode='w4a16' leaves activations alone; drop activation_scale and activation_recipe")
 
 
 def _refuse_fused_mamba(model: nn.Module, conversion: Conversion) -> None:
@@ -332,42 +336,6 @@ def install_packed(
     refuse_unfit_states(model)
 
 
-def amax_of_group(conversion: Conversion, weight: Weight, *, held: bool = True) -> Tensor:
-    """What a parameter's scales are made from: [E] or []. Of sharded members all ranks must call this.
-
-    ``held=False``: the amax of the weights as they are, whatever ``step`` holds.
-    """
-    group = conversion.groups[weight.group]
-    if held and group.held is not None:
-        return group.held.to(group.weights()[0].device).to(weight.format.export_dtype)
-    weights = group.weights()
-    return sharding.gather_first_dim(group_amax(weights, weight.format), weights[0])
-
-
-def quantize_weight(
-    model: nn.Module, conversion: Conversion, weight: Weight, amax: Tensor | None = None
-) -> NVFP4Tensor:
-    """Codes and scales of one converted parameter, blocks along the last dim ([E, N, K] also for transposed stacks).
-
-    Exactly what the module's forward multiplies by; export and rollout both come from here. ``amax``: of its scale
-    group, if it is known already.
-    """
-    amax = amax_of_group(conversion, weight) if amax is None else amax
-    return quantize_master(weight, whole(model.get_parameter(weight.name).detach()), amax)
-
-
-def quantize_master(weight: Weight, master: Tensor, amax: Tensor) -> NVFP4Tensor:
-    """Codes and scales of the whole ``master`` of one parameter, whose scale group has this amax."""
-    fmt = weight.format
-    master = master.to(fmt.export_dtype)
-    master = master.transpose(-1, -2) if fmt.transposed else master
-    checks.require_finite(weight.name, master, "the weight", checks.OF_A_WEIGHT)
-    try:
-        return ops.quantize(master, tensor_amax=amax, recipe=fmt.recipe, check_finite=False)
-    except ValueError as error:
-        raise ValueError(f"{weight.name}: {error}") from error
-
-
 def revert(model: M) -> M:
     """Undo ``convert`` in place: plain modules with the master weights; parameters stay the same objects.
 
@@ -390,64 +358,6 @@ def revert(model: M) -> M:
             module.__dict__.pop(attribute, None)
     del root.__dict__[STATE]
     return model
-
-
-# -------------------------------------------------------------------------------------------------------------- reports
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Which weights are quantized, which are not and why, and what shares a scale.
-
-    Attributes:
-        quantized: parameter name -> (elements, scale group).
-        skipped: modules with weights that stay in high precision, with reasons. Biases of quantized experts, which
-            never are quantized, are not listed.
-        groups: scale group -> names of its weights.
-    """
-
-    quantized: dict[str, tuple[int, str]]
-    skipped: list[Skipped]
-    groups: dict[str, list[str]]
-
-    @property
-    def quantized_elements(self) -> int:
-        """Weights under quantization."""
-        return sum(elements for elements, _ in self.quantized.values())
-
-    @property
-    def fraction(self) -> float:
-        """Share of the weights of two or more dims that are quantized."""
-        total = self.quantized_elements + sum(s.elements for s in self.skipped)
-        return self.quantized_elements / total if total else 0.0
-
-    def __str__(self) -> str:
-        lines = [
-            f"quantized: {len(self.quantized)} weights, {self.quantized_elements:,} elements, {self.fraction:.1%} "
-            "of all"
-        ]
-        lines += [
-            f"  {group}: {', '.join(n.rpartition('.')[0] if n.endswith('.weight') else n for n in names)}"
-            for group, names in self.groups.items()
-        ]
-        lines.append(f"not quantized: {len(self.skipped)} modules")
-        lines += [f"  {s.module or '(root)'} ({s.kind}, {s.elements:,}): {s.reason}" for s in self.skipped]
-        return "\n".join(lines)
-
-
-def coverage(model: nn.Module) -> Coverage:
-    """What ``convert`` did to ``model``. Print it before a long run."""
-    root, conversion = conversion_of(model, "coverage")
-    quantized, groups = {}, {}
-    for name, weight in conversion.weights.items():
-        module = root.get_submodule(weight.module)
-        rollout = conversion.mode is Mode.W4A4_RESIDUAL
-        while "base_layer" in module._modules:  # wrapped by adapters, one layer for each parameter
-            module = module.get_submodule("base_layer")
-        shape = module.packed(weight.parameter).shape if rollout else module._parameters[weight.parameter].shape  # pyright: ignore
-        quantized[name] = (shape.numel(), weight.group)
-        groups.setdefault(weight.group, []).append(name)
-    return Coverage(quantized, list(conversion.skipped), groups)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from quads_qat import checkpoint_io
 from quads_qat.config import Dialect, Mode, ResidualConfig
-from quads_qat.convert import convert, coverage
+from quads_qat.convert import convert
+from quads_qat.coverage import coverage
 from quads_qat.diagnose import gap_stats
 from quads_qat.export import export_checkpoint
 from quads_qat.integrations.transformers import patch_transformers

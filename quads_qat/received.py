@@ -15,10 +15,10 @@ from quads_qat.checkpoint_plan import export_plan
 from quads_qat.compare import cast_note, difference
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, conversion_of, require_unwrapped
-from quads_qat.convert import amax_of_group, quantize_master
 from quads_qat.dialects import carries, tensor_names
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantized_weights import amax_of_group, quantize_master
 from quads_qat.scale_groups import whole
 from quads_qat.sync_plan import module_of
 from quads_qat.weight_stream import (

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from quads_qat import ops, reference, reference_matmul
 from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig, ResidualScope
 from quads_qat.conversion import STATE, Conversion, conversion_of, require_model
-from quads_qat.convert import quantize_weight
 from quads_qat.experts_dispatch import StandsFor, expert_bias, experts_loop
 from quads_qat.experts_layout import ExpertsLayout, layout_of
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantized_weights import quantize_weight
 from quads_qat.residual import PackedModule, ResidualCompensatedExperts
 
 

@@ -13,8 +13,8 @@ from quads_qat.checkpoint_plan import Assembly, DiskWeight, layer_of, natural_or
 from quads_qat.config import Recipe
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, Weight
-from quads_qat.convert import quantize_master
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantized_weights import quantize_master
 from quads_qat.scale_groups import whole
 from quads_qat.sync_ledger import Ledger
 from quads_qat.sync_plan import PackedTarget, SyncPlan, Target, module_of

@@ -17,11 +17,11 @@ from quads_qat.compare import cast_note, difference, dtype_name, tensors_of
 from quads_qat.config import Mode, Recipe
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, conversion_of, require_same_modules, require_unwrapped
-from quads_qat.convert import amax_of_group
 from quads_qat.dialects import FOREIGN_RECIPES
 from quads_qat.export import casts_of, plan_checkpoint, scale_groups_on_disk
 from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantized_weights import amax_of_group
 from quads_qat.record import changed_files
 from quads_qat.scale_groups import activation_key, whole
 from quads_qat.verify_config import announcement_differences, as_config, model_differences

@@ -1,6 +1,6 @@
 """From a trainer model to the tensors of an NVFP4 checkpoint, one by one: what engines load, and files hold.
 
-The codes come from ``convert.quantize_weight``, which is also what the model's forward multiplies by.
+The codes come from ``quantized_weights.quantize_weight``, which is also what the model's forward multiplies by.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quads_qat.checkpoint_plan import (
 )
 from quads_qat.config import Dialect, Mode, Recipe
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_same_modules, require_unwrapped
-from quads_qat.convert import amax_of_group, quantize_weight
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.quantized_weights import amax_of_group, quantize_weight
 from quads_qat.scale_groups import activation_key, whole
 from quads_qat.schedule import not_started
 

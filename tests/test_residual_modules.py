@@ -19,7 +19,8 @@ import quads_qat as qq
 from quads_qat import ops
 from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig
 from quads_qat.conversion import conversion_of, select
-from quads_qat.convert import install, install_packed, quantize_weight
+from quads_qat.convert import install, install_packed
+from quads_qat.quantized_weights import quantize_weight
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 
 TOKEN = ActivationFormat()
