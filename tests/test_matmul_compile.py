@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quads_qat.kernels.hopper import Hopper, box_of, options_of
+from quads_qat.kernels.hopper import BOX, Hopper, options_of
 from quads_qat.kernels.matmul import _options
 from quads_qat.kernels.matmul_kernels import narrow_kernel, wide_kernel
 from quads_qat.kernels.native_matmul import native_kernel
@@ -82,7 +82,7 @@ def hopper(tiles: Hopper, terms: int = 1, groups: int = 0) -> dict[str, Any]:
 
     options = options_of(tiles, terms, groups, groups > 0, True)
     constants = {name: value for name, value in options.items() if name not in LAUNCH}
-    x = f"tensordesc<bf16[{box_of(tiles)}, 64],{NVMMASharedLayout(128, 16, 2)!r}>"
+    x = f"tensordesc<bf16[{min(BOX, tiles.columns)}, 64],{NVMMASharedLayout(128, 16, 2)!r}>"
     words = f"tensordesc<i32[{tiles.rows}, 32],{NVMMASharedLayout(128, 32, 2)!r}>"
     scales = f"tensordesc<u8[{tiles.rows}, 16],{NVMMASharedLayout(0, 8, 2)!r}>"
     types = iter(

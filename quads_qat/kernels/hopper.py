@@ -1,4 +1,4 @@
-"""Launcher of the GEMM kernel for Hopper (``hopper_kernel``), and for which shapes it is the fastest.
+"""Launcher of the GEMM kernel for Hopper (``hopper_kernel``).
 
 It takes K in multiples of 256 and activations in ordinary order, and writes bf16.
 """
@@ -56,41 +56,8 @@ def runs_on(device: torch.device) -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
-_ONE_TERM, _TWO_TERMS = Hopper(128, 256, 3), Hopper(128, 128, 3, decoders=8)
-
-# Microseconds on an H200: a tile's step over one element of K; decoding one weight for cuBLAS; a multiplication there;
-# adding up two fp32 products, an element of y.
-_TILE = {1: 0.0126, 2: 0.0122}
-_DECODING, _MULTIPLYING, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, 1.1e-5
-
-
-def dense_tiles(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | None:
-    """Tiles for m rows of x in ``terms`` terms with W [n, k]; None: something else is as fast, or faster.
-
-    Up to 256 rows that is the wide kernel, where it was measured; beyond, decoding first and cuBLAS, by estimate.
-    """
-    if k % K_STEP:
-        return None
-    tiles = _ONE_TERM if terms == 1 else _TWO_TERMS
-    if m <= 256:
-        return tiles if m > 192 and n * k >= (1 << 27 if terms == 1 else 1 << 25) else None
-    waves = cdiv(cdiv(m, tiles.columns) * cdiv(n, tiles.rows), processors)
-    otherwise = n * k * (_DECODING + m * terms * _MULTIPLYING) + (m * n * _ADDING if terms == 2 else 0)
-    few = m <= 2048 if terms == 2 else waves <= 4  # measured; cuBLAS gains with size
-    return tiles if few and 1.04 * waves * k * _TILE[terms] < otherwise else None
-
-
-def grouped_tiles(mean: int, k: int, terms: int) -> Hopper | None:
-    """Tiles for experts with ``mean`` rows of x; None: something else is as fast, or faster."""
-    most = 1280 if terms == 1 else mean  # a product of twice the K needs W twice
-    if k % K_STEP or not 256 <= mean <= most:
-        return None
-    return _ONE_TERM if terms == 1 else _TWO_TERMS
-
-
-def box_of(config: Hopper) -> int:
-    """Rows of x that one copy fetches: a quarter of a tile, at least the 8 that are stored as one pattern."""
-    return max(8, config.columns // 4)
+BOX = 64
+"""The most rows of x that one copy fetches."""
 
 
 def programs_of(config: Hopper, m: int, n: int, k: int, groups: int, processors: int) -> int:
@@ -136,7 +103,7 @@ def descriptors(config: Hopper, x: Tensor, second: Tensor | None, qdata: Tensor,
     words = qdata.contiguous().view(torch.int32).view(-1, k // 8)
     scales = block_scale.contiguous().view(torch.uint8).view(-1, k // 16)
     terms = [t if t.stride(0) >= k else t.contiguous() for t in (x, x if second is None else second)]
-    box = [box_of(config), 64]
+    box = [min(BOX, config.columns), 64]
     operands = [(t, box, NVMMASharedLayout(128, 16, 2)) for t in terms]
     operands.append((words, [config.rows, 32], NVMMASharedLayout(128, 32, 2)))
     operands.append((scales, [config.rows, 16], NVMMASharedLayout(0, 8, 2)))

@@ -9,9 +9,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quads_qat.kernels import hopper
 from quads_qat.kernels.decode import RUN
-from quads_qat.kernels.hopper import Hopper
+from quads_qat.kernels.hopper import K_STEP, Hopper
 from quads_qat.kernels.launch import cdiv, next_power_of_2
 
 
@@ -83,7 +82,7 @@ def configuration(
 
     ``ordered``: x is in tensor-core order already, which only the wide kernel takes. ``on_hopper``: its kernel can run.
     """
-    if on_hopper and not ordered and (tiles := hopper.dense_tiles(m, n, k, terms, processors)):
+    if on_hopper and not ordered and k % K_STEP == 0 and (tiles := _hopper(m, n, k, terms, processors)):
         return tiles
     columns = m * terms
     # two terms come from a kernel that stores them in any order, one may have to be ordered for the wide kernel
@@ -141,6 +140,39 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
 
+# Microseconds on an H200. Hopper's tiles by (terms, columns): K_STEP elements of K of a tile; what a program that
+# streams spends besides; more for each program that shares a tile. Decoding first: a weight; a weight and row; besides.
+_STREAMS = {
+    (1, 256): (Hopper(128, 256, 3, stream=True), 3.23, 6.0, 2.1),
+    (1, 128): (Hopper(128, 128, 3, decoders=8, stream=True), 2.35, 4.0, 1.2),
+    (2, 128): (Hopper(128, 128, 3, decoders=8, stream=True), 3.12, 6.0, 1.2),
+    (2, 64): (Hopper(128, 64, 3, decoders=8, stream=True), 2.15, 5.0, 0.75),
+}
+HOPPER_WHOLE = {1: Hopper(128, 256, 3), 2: Hopper(128, 128, 3, decoders=8)}
+_DECODING, _MULTIPLYING, _BESIDES, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, {1: 6.0, 2: 14.0}, 1.1e-5
+
+
+def _hopper(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | None:
+    """Tiles for Hopper's kernel where by estimate it is the fastest."""
+    if m <= 64 or m > 4096:  # the wide kernel; cuBLAS
+        return None
+    found: list[tuple[float, Hopper | None]] = []
+    for (of, columns), (stream, step, besides, shared) in _STREAMS.items():
+        if of == terms:
+            tiles, each = cdiv(m, columns) * cdiv(n, stream.rows), k // K_STEP
+            programs = min(tiles * each, processors)
+            found.append((cdiv(tiles * each, programs) * step + besides + shared * programs / tiles, stream))
+            if HOPPER_WHOLE[terms].columns == columns:
+                found.append((cdiv(tiles, processors) * each * step + 2, HOPPER_WHOLE[terms]))
+    if terms == 1 and m <= 128:  # two programs a multiprocessor, each 64 rows of W
+        wide = _wide(m, n, k, terms, processors)
+        found.append((cdiv(cdiv(n, wide.rows) * wide.splits, 2 * processors) * k / wide.splits * 0.0084 + 5, None))
+    else:
+        first = 1.06 * n * k * (_DECODING + m * terms * _MULTIPLYING) + _BESIDES[terms]
+        found.append((first + (m * n * _ADDING if terms == 2 else 0), None))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
 @lru_cache(maxsize=4096)
 def grouped_configuration(
     m: int, n: int, k: int, experts: int, terms: int, ordered: bool, on_hopper: bool = False
@@ -150,8 +182,9 @@ def grouped_configuration(
     None: decode all of W once, then multiply in bf16.
     """
     mean = cdiv(m, max(1, min(experts, m)))
-    if on_hopper and not ordered and (tiles := hopper.grouped_tiles(mean, k, terms)):
-        return tiles
+    most = 1280 if terms == 1 else mean  # a product of twice the K needs W twice
+    if on_hopper and not ordered and k % K_STEP == 0 and 112 <= mean <= most:
+        return HOPPER_WHOLE[terms]
     if mean >= MOST_MEAN_ROWS and not ordered:
         return None
     columns = terms * mean
