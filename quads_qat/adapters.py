@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quads_qat import autograd, ops, sharding
+from quads_qat import autograd, library, ops, sharding
 from quads_qat.config import Recipe, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import whole
@@ -123,7 +123,7 @@ class _MergedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         weight = merge(weight, _factors(factors, scaling))
         used = weight.to(x.dtype) if fmt is None else autograd.fake_quantize_weight(weight, amax, fmt, x.dtype)
-        return F.linear(x, used, None if bias is None else bias.to(x.dtype))
+        return library.own(F.linear(x, used, None if bias is None else bias.to(x.dtype)))
 
     @staticmethod
     @once_differentiable
@@ -316,7 +316,9 @@ class _PackedLinear(torch.autograd.Function):
         ctx.recipe, ctx.shape = recipe, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         weight = _packed(parts, recipe)
-        return ops.linear_w4a16(x, weight, bias) if offs is None else ops.grouped_linear_w4a16(x, weight, offs, bias)
+        if offs is None:
+            return library.own(ops.linear_w4a16(x, weight, bias))
+        return library.own(ops.grouped_linear_w4a16(x, weight, offs, bias))
 
     @staticmethod
     @once_differentiable

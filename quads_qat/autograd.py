@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quads_qat import checks, ops, sharding
+from quads_qat import checks, library, ops, sharding
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, WeightFormat
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
@@ -251,10 +251,10 @@ class _Linear(torch.autograd.Function):
         ctx.folds = weight.requires_grad and x.ndim > 2 and not x.is_contiguous()
         bias = None if bias is None else bias.to(x.dtype)
         if not ctx.folds:
-            return F.linear(x, quantized, bias)
+            return library.own(F.linear(x, quantized, bias))
         # F.linear decides by weight.requires_grad, which ``quantized`` lacks: these are its steps for a trained weight
         out = x.reshape(-1, x.shape[-1]).mm(quantized.t()).view(*x.shape[:-1], quantized.shape[0])
-        return out if bias is None else out.add_(bias)
+        return library.own(out if bias is None else out.add_(bias))
 
     @staticmethod
     @once_differentiable

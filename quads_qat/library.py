@@ -56,6 +56,13 @@ def _undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def own(out: Tensor) -> Tensor:
+    """``out``, no view in autograd's eyes: of an autograd function, a view could not be changed in place after it."""
+    if torch.compiler.is_compiling() or type(out) is not Tensor or not out._is_view():
+        return out
+    return torch.ops.aten._unsafe_view.default(out, out.shape)
+
+
 def _amax(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:
     dims = None if dim is None else tuple(dim)
     if backend == "triton" and _kernel_reduces(tensors[0], dims):

@@ -122,6 +122,13 @@ class CodeCache:
         """
         if not self.active or group.adapted():  # adapters can be switched off and on inside the block
             return autograd.amax_of(group, fmt), None
+        # A forward of the block that trains could not save what inference mode has made; a graph cannot leave the mode.
+        if torch.compiler.is_compiling():
+            if not torch.is_grad_enabled() and (id(module), parameter) not in self.entries:
+                return autograd.amax_of(group, fmt), None
+        elif torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.source(module, parameter, group, fmt)
         weight: Tensor = module._parameters[parameter]  # pyright: ignore[reportAssignmentType]
         key = (id(module), parameter)
         if key not in self.entries:

@@ -221,21 +221,35 @@ def fake_quantize(
     resolved = _resolve(backend, x)
     scales = _plain(per_tensor_scale, tensor_amax)
     values = library.fake_quantize(x.detach(), *scales, recipe.value, dtype or x.dtype, resolved)
-    return _NoGradient.apply(x, values) if x.requires_grad and torch.is_grad_enabled() else values  # pyright: ignore[reportReturnType]
+    return _without_gradient("fake_quantize", values, _STRAIGHT_THROUGH, x)
+
+
+_STRAIGHT_THROUGH = "has no gradient of its own; use quads_qat.fake_quantize_ste (straight-through) or convert()"
+_WEIGHTS_ONLY = (
+    "lets no gradient through its quantized activations; run it under torch.no_grad(), train with mode='w4a16', or "
+    "take a rollout with weights_only=True"
+)
+
+
+def _without_gradient(who: str, values: Tensor, why: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``values``, which are made from x and a bias; a backward pass that gets to them fails."""
+    wants = x.requires_grad or (bias is not None and bias.requires_grad)
+    if not (wants and torch.is_grad_enabled()):
+        return values
+    return _NoGradient.apply(values.detach(), f"{who} {why}", x, bias)  # pyright: ignore[reportReturnType]
 
 
 class _NoGradient(torch.autograd.Function):
     """A backward pass that gets here fails, where a detached tensor would train nothing in silence."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        return values.view_as(values)
+    def forward(ctx: Any, values: Tensor, message: str, *made_from: Tensor | None) -> Tensor:
+        ctx.message = message
+        return library.own(values.view_as(values))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "fake_quantize has no gradient of its own; use quads_qat.fake_quantize_ste (straight-through) or convert()"
-        )
+        raise RuntimeError(ctx.message)
 
 
 def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -285,6 +299,7 @@ def quantize_activation(
     terms, chosen = activations.quantize_activation(
         x.detach(), activation, residual, input_amax, mask, return_mask, _resolve(backend, x)
     )
+    terms = _without_gradient("quantize_activation", terms, _WEIGHTS_ONLY, x)
     return terms, chosen if return_mask and terms.shape[0] == 2 else None
 
 
@@ -331,8 +346,10 @@ def linear_w4a4(
     checks.check_gemm("linear_w4a4", x, weight)
     checks.check_activation("linear_w4a4", x, activation, input_amax)
     if _resolve(backend, x) == "triton":
-        return gemms.linear_w4a4(x, weight, bias, activation, input_amax)
-    return reference_matmul.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
+        out = gemms.linear_w4a4(x, weight, bias, activation, input_amax)
+    else:
+        out = reference_matmul.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
+    return _without_gradient("linear_w4a4", out, _WEIGHTS_ONLY, x, bias)
 
 
 def residual_linear(
@@ -370,10 +387,11 @@ def residual_linear(
     checks.check_activation("residual_linear", x, activation, input_amax)
     checks.check_static_mask("residual_linear", x, residual, mask)
     if _resolve(backend, x) == "triton":
-        return gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask)
-    return reference_matmul.residual_linear(
-        x, weight, residual, bias, activation=activation, input_amax=input_amax, mask=mask
-    )
+        out = gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask)
+    else:
+        options: dict[str, Any] = {"activation": activation, "input_amax": input_amax, "mask": mask}
+        out = reference_matmul.residual_linear(x, weight, residual, bias, **options)
+    return _without_gradient("residual_linear", out, _WEIGHTS_ONLY, x, bias)
 
 
 def grouped_linear_w4a16(
@@ -422,7 +440,8 @@ def grouped_linear_w4a4(
     offs = offs.contiguous()
     checks.check_activation("grouped_linear_w4a4", x, activation, input_amax)
     if _resolve(backend, x) == "triton" and _goes_together(x, activation):
-        return gemms.linear_w4a4(x, weight, bias, activation, input_amax, offs)
+        out = gemms.linear_w4a4(x, weight, bias, activation, input_amax, offs)
+        return _without_gradient("grouped_linear_w4a4", out, _WEIGHTS_ONLY, x, bias)
 
     def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
         return linear_w4a4(rows, w, b, activation=activation, input_amax=input_amax, backend=backend)
@@ -462,7 +481,8 @@ def grouped_residual_linear(
     mask = mask if residual.scope is ResidualScope.STATIC else None
     checks.check_static_mask("grouped_residual_linear", x, residual, mask, len(weight.qdata))
     if _resolve(backend, x) == "triton" and _goes_together(x, activation, residual, mask):
-        return gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask, offs)
+        out = gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask, offs)
+        return _without_gradient("grouped_residual_linear", out, _WEIGHTS_ONLY, x, bias)
 
     def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
         fixed = mask if mask is None or mask.ndim == 1 else mask[expert]

@@ -26,6 +26,10 @@ from quads_qat.scale_groups import is_hooked
 
 _FIELDS = ("qdata", "block_scale", "per_tensor_scale", "stored_scale")
 _OPTIONAL = ("input_amax", "residual_mask")
+_DTYPES = {
+    **{"qdata": torch.uint8, "block_scale": torch.float8_e4m3fn, "per_tensor_scale": torch.float32},
+    **{"stored_scale": torch.float32, "input_amax": torch.float32, "residual_mask": torch.bool},
+}
 _UNCALIBRATED = (
     "this rollout has {} and was not calibrated; run quads_qat.calibrate(rollout, batches), load the state of a "
     "calibrated one with quads_qat.load_quant_state_dict, or use {}"
@@ -202,6 +206,7 @@ class PackedModule(nn.Module):
     def problems_of(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
         """What shows that a state is not one of this rollout: a torn weight, another recipe, another mask."""
         for name, recipe in self.recipes.items():
+            yield from self._other_dtypes(name, state_dict, prefix)
             there = [f"{prefix}{name}_{part}" in state_dict for part in _FIELDS]
             if any(there) and not all(there):
                 yield f"{prefix}{name}_{_FIELDS[there.index(False)]} is missing beside the rest of its weight"
@@ -217,6 +222,14 @@ class PackedModule(nn.Module):
                     f"{prefix}{name}: its per-tensor scale is no power of two, so the state is of another recipe than "
                     "this rollout's 'aligned'; load it into a rollout of the checkpoint that it belongs to"
                 )
+
+    def _other_dtypes(self, name: str, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
+        """Codes and scales that were cast: they would be converted back as numbers, rounded or as other bits."""
+        for part, dtype in _DTYPES.items():
+            key = prefix + (part if name == "weight" and part in _OPTIONAL else f"{name}_{part}")
+            found = state_dict.get(key)
+            if isinstance(found, Tensor) and found.dtype != dtype:
+                yield f"{key} must be {dtype}, got {found.dtype}; load the state in the dtypes in which it was saved"
 
     def mask_problem(self, mask: Tensor) -> str | None:
         """Why a static mask [K] or [E, K] does not belong to this rollout's ``ResidualConfig``."""

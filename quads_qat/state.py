@@ -266,6 +266,7 @@ def quant_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+@torch.inference_mode(False)  # training could not use a tensor that was made in it
 def load_quant_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore :func:`quant_state_dict`, a rollout's in place; what is missing becomes "not observed".
 

@@ -200,3 +200,133 @@ def test_a_rule_that_parts_what_engines_fuse(rule: str, warned: bool, recwarn: p
     qq.convert(model, "w4a16", groups=[rule])
     found = [str(w.message) for w in recwarn if "attn.q_proj and attn.k_proj get a scale each" in str(w.message)]
     assert len(found) == warned
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+class Skip(nn.Module):
+    """A residual connection: a gradient arrives around a linear that passes none on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5])
+@pytest.mark.parametrize("wants", ["x", "bias"])
+def test_a_gradient_never_goes_around_what_quantizes_activations_in_silence(fraction: float, wants: str):
+    model = qq.convert(fill(Skip()), "w4a4_residual", residual=qq.ResidualConfig(fraction=fraction))
+    x = X.clone().requires_grad_(wants == "x")
+    model.linear.bias.requires_grad_(wants == "bias")
+    with torch.no_grad():
+        without = model(x)
+    out = model(x)  # no error: only a backward pass would be wrong
+    assert_same_bits(out, without)
+    with pytest.raises(RuntimeError, match=r"_linear lets no gradient through .*weights_only=True"):
+        out.sum().backward()
+
+
+def test_a_gradient_never_goes_around_packed_experts_in_silence():
+    rollout = qq.convert(tiny_model("qwen3_moe"), "w4a4_residual")
+    embeddings = torch.randn(1, 3, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="lets no gradient through its quantized activations"):
+        rollout.model.layers[0].mlp(embeddings).sum().backward()
+    terms, _ = ops.quantize_activation(embeddings)
+    with pytest.raises(RuntimeError, match="quantize_activation lets no gradient through"):
+        terms.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["w4a16", "w4a4"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "x",
+    [X[0], X, X.view(2, 16, 32), X.view(16, 2, 32).transpose(0, 1), X.view(2, 2, 8, 32)],
+    ids=["1d", "2d", "3d", "strided", "4d"],
+)
+def test_outputs_of_trainers_can_be_changed_in_place(mode: str, bias: bool, x: Tensor):
+    """As those of a linear can: ``nn.ReLU(inplace=True)``, ``q.mul_(scale)``."""
+    model = qq.convert(fill(linears("q_proj", bias=bias)), mode)
+    for change in (torch.relu_, lambda y: y.mul_(0.5), lambda y: y.view(*y.shape[:-1], 2, 8).mul_(0.5)):
+        grads = []
+        for out in (model.q_proj(x), model.q_proj(x).clone()):
+            model.zero_grad()
+            change(out).sum().backward()
+            grads.append(model.q_proj.weight.grad)
+        assert_same_bits(*grads)
+
+
+def test_outputs_of_a_packed_base_can_be_changed_in_place():
+    model = qq.convert(fill(linears("q_proj", bias=True)), "w4a4_residual", weights_only=True)
+    grads = []
+    for i in range(2):
+        x = X.view(2, 16, 32).clone().requires_grad_()
+        out = model.q_proj(x)
+        torch.relu_(out.clone() if i else out).sum().backward()
+        grads.append(x.grad)
+    assert_same_bits(*grads)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_codes_that_inference_mode_made_serve_training(compiled: bool):
+    """Old log-probs under inference_mode, then a training step, in one block of ``accumulate``."""
+    model = qq.convert(fill(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))), "w4a16")
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    wanted = model(X)
+    for forward in (run, model):
+        with qq.accumulate(model):
+            with torch.inference_mode():
+                old = [run(X), run(X)]
+            new = forward(X)
+            new.sum().backward()
+        for out in (*old, new):
+            assert_same_bits(out, wanted)
+
+
+def test_scales_that_were_loaded_in_inference_mode_serve_training():
+    model = qq.convert(fill(linears("q_proj")), "w4a4", activation_scale="static")
+    with torch.inference_mode():
+        with qq.observe_activations(model):
+            model.q_proj(X)
+        qq.load_quant_state_dict(model, qq.quant_state_dict(model))
+    model.q_proj(X.clone().requires_grad_()).sum().backward()
+    assert model.q_proj.weight.grad is not None
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("key", "cast"),
+    [
+        ("weight_qdata", lambda t: t.bfloat16()),
+        ("weight_block_scale", lambda t: t.view(torch.uint8)),  # 56 is no longer the bits of 1.0, but a number
+        ("weight_block_scale", lambda t: t.float()),
+        ("weight_per_tensor_scale", lambda t: t.bfloat16()),
+        ("weight_stored_scale", lambda t: t.double()),
+        ("input_amax", lambda t: t.bfloat16()),
+        ("residual_mask", lambda t: t.float()),
+    ],
+)
+def test_a_state_that_was_cast_is_refused(key: str, cast: Callable[[Tensor], Tensor], assign: bool):
+    def rollout(seed: int) -> nn.Module:
+        static = qq.ResidualConfig(scope="static")
+        model = qq.convert(fill(linears("q_proj"), seed=seed), "w4a4_residual", residual=static, recipe="modelopt")
+        model.q_proj.set_calibrated("weight", "input_amax", torch.tensor(3.3))
+        model.q_proj.set_calibrated("weight", "residual_mask", torch.arange(32) < 16)
+        return model
+
+    model, state = rollout(0), rollout(1).state_dict()
+    before = copy.deepcopy(model.state_dict())
+    name = f"q_proj.{key}"
+    state[name] = cast(state[name])
+    with pytest.raises(
+        RuntimeError, match=rf"{name} must be torch\.\w+, got {state[name].dtype}; .*nothing was loaded"
+    ):
+        model.load_state_dict(state, assign=assign)
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(tensor, before[name], name)
