@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quads_qat import dialects
+from quads_qat import dialects, ops
 from quads_qat.autograd import group_amax
 from quads_qat.checkpoint_plan import Assembly, DiskWeight, layer_of, natural_order
 from quads_qat.config import Recipe
 from quads_qat.contract import Contract
 from quads_qat.conversion import Conversion, Weight
+from quads_qat.formats import BLOCK_SIZE, E2M1_MAGNITUDES
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantized_weights import quantize_master
 from quads_qat.scale_groups import whole
@@ -62,6 +63,7 @@ class Sync:
         self.scales: dict[tuple[str, int | None], Tensor] = {}
         self.places: dict[str, tuple[torch.Size, torch.device]] = {}  # of packed parameters
         self.input_amaxes: dict[str, list[Tensor]] = {}
+        self.requantized: list[str] = []  # decoded weights that quantizing again has changed
         self.groups: dict[str, list[Weight]] = {}
         for weight in conversion.weights.values():
             self.groups.setdefault(weight.group, []).append(weight)
@@ -186,10 +188,14 @@ class Sync:
         masters = {weight.name: self.staged.pop(weight.name) for weight in members}
         amax = group_amax(list(masters.values()), members[0].format)
         for weight in members:
+            master = masters.pop(weight.name)
             try:
-                q = quantize_master(weight, masters.pop(weight.name), amax)
+                q = quantize_master(weight, master, amax)
             except ValueError as error:
                 raise ValueError(f"update_weights: {error}") from error
+            oriented = master.mT if weight.format.transposed else master
+            if looks_decoded(oriented) and not torch.equal(ops.dequantize(q, master.dtype), oriented):
+                self.requantized.append(weight.name)
             self._finish_packed(weight, q)
 
     def _finish_packed(self, weight: Weight, q: NVFP4Tensor) -> None:
@@ -241,6 +247,19 @@ class Sync:
             age = "half new" if unit in half else "new weights" if unit in self.new else "old weights"
             layers[age].update(map(layer_of, parameters))
         return "; ".join(f"{age}: {_runs(found)}" for age, found in layers.items() if found or age != "half new")
+
+
+def looks_decoded(weight: Tensor) -> bool:
+    """Whether rows [..., K] here and there are what NVFP4 codes decode to: blocks of up to 8 magnitudes, some of most.
+
+    Weights that were never quantized have up to 16 in a block, made-up ones (constants, signs) few in all of them.
+    """
+    rows = weight[tuple(slice(None, None, max(1, size // 8)) for size in weight.shape[:-1])]
+    if rows.numel() == 0:
+        return False
+    magnitudes = rows.abs().unflatten(-1, (-1, BLOCK_SIZE)).sort(-1).values
+    most = int((magnitudes.diff(dim=-1) != 0).sum(-1).max()) + 1
+    return 6 <= most <= len(E2M1_MAGNITUDES)
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:

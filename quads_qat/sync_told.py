@@ -83,6 +83,17 @@ def not_compared(mine: Contract, theirs: Contract) -> str:
     )
 
 
+def changed(requantized: list[str]) -> str:
+    """That these weights came decoded, and are not what came."""
+    first, more = requantized[0], len(requantized) - 1
+    return (
+        f"update_weights: {first}{f' and {more} more' if more else ''} came as decoded NVFP4 weights, as "
+        "export_weights(trainer, 'dequantized') gives them, and have other values now that this rollout has quantized "
+        "them again, with scales of its own; send packed tensors: quads_qat.export_weights(trainer, 'modelopt'). "
+        "Masters that a trainer has started from are right as they are: trainer.state_dict() as it is made says so"
+    )
+
+
 def objections(named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conversion: Conversion) -> list[str]:
     """Why a rollout that takes these masters will not multiply by what their trainer multiplies by, as far as noted."""
     if not notes:

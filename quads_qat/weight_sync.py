@@ -45,7 +45,7 @@ from quads_qat.conversion import conversion_of, require_unwrapped
 from quads_qat.sync_layers import Sync, SyncReport
 from quads_qat.sync_ledger import Ledger
 from quads_qat.sync_plan import Layout, sync_plan
-from quads_qat.sync_told import cast_as_told, listed_by, not_compared, notes_of, objections
+from quads_qat.sync_told import cast_as_told, changed, listed_by, not_compared, notes_of, objections
 
 _STREAMS = "pass quads_qat.export_weights(trainer, 'modelopt') or trainer.state_dict()"
 
@@ -104,7 +104,9 @@ def update_weights(
     Warns:
         UserWarning: the ``state_dict()`` of a trainer that holds its scales, quantizes other modules than the rollout,
             or does not quantize yet (``Schedule.start_step``), as far as it came as it was made. Weights in high
-            precision under a ``contract`` that has none of the rollout's names, so that nothing was compared.
+            precision under a ``contract`` that has none of the rollout's names, so that nothing was compared. Decoded
+            weights (``export_weights(trainer, "dequantized")``) that have other values once they are quantized again:
+            such a stream does not tell which scales its trainer holds.
 
     Activation scales that come along replace the static ones; a scale of a rollout that uses none is ignored, and so
     are scales of KV caches. Static residual masks stay as they are: they depend on activations, not on weights. They
@@ -173,6 +175,8 @@ def update_weights(
     state.broken = before if report.missing else ""
     if unheard and not notes and sync.ledger.took_masters():  # packed tensors and metadata tell it themselves
         warnings.warn(unheard, stacklevel=2)
+    if sync.requantized and not notes:  # a state_dict holds masters, which their trainer quantizes likewise
+        warnings.warn(changed(sync.requantized), stacklevel=2)
     return report
 
 

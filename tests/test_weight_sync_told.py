@@ -279,3 +279,86 @@ def test_where_nothing_lists_what_is_quantized_the_scope_is_compared_with_it(
     qq.update_weights(target, masters, contract=told)
     failed = qq.check_first_step(model, target).failed
     assert failed == (["coverage"] if (theirs, mine) in NOT_TOLD else [])
+
+
+# ------------------------------------------------------------------------------------------------------ decoded weights
+
+
+def held(weight_scale: Any) -> qq.Schedule:
+    return qq.Schedule(weight_scale=weight_scale)
+
+
+def dequantized(model: nn.Module, dialect: str = "dequantized") -> Any:
+    return qq.export_weights(model, dialect)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.7, 1e-3])
+@pytest.mark.parametrize("weight_scale", ["dynamic", "frozen", "ema"])
+@pytest.mark.parametrize("recipe", ["aligned", "modelopt", "llm-compressor"])
+def test_decoded_weights_that_change_when_they_are_quantized_again_are_warned_of(
+    recipe: str, weight_scale: str, factor: float, recwarn: pytest.WarningsRecorder
+) -> None:
+    model: Any = tiny_model("qwen3_moe", seed=1)
+    model = qq.convert(model, "w4a16", recipe=recipe, schedule=held(weight_scale))
+    qq.step(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    qq.step(model)
+    mine = rollout(torch.bfloat16, recipe=recipe)
+    recwarn.clear()
+    qq.update_weights(mine, dequantized(model))
+    differ = "weights" in qq.check_first_step(model, mine).failed
+    assert [warning.filename for warning in recwarn.list] == [__file__] * differ
+    if differ:
+        said = str(recwarn.list[0].message)
+        assert "came as decoded NVFP4 weights" in said
+        assert "send packed tensors: quads_qat.export_weights(trainer, 'modelopt')" in said
+        assert "\n" not in said
+    if recipe == "modelopt" and factor == 0.9:
+        assert differ == (weight_scale != "dynamic")  # there is something to warn of
+    if recipe == "aligned":
+        assert not differ
+    recwarn.clear()
+    qq.update_weights(mine, dequantized(model, "compressed-tensors" if recipe == "llm-compressor" else "modelopt"))
+    qq.update_weights(mine, pairs(model))  # masters that nobody decoded
+    assert not recwarn.list
+
+
+def test_a_state_dict_says_that_it_holds_masters(recwarn: pytest.WarningsRecorder) -> None:
+    """A trainer that starts from decoded weights quantizes them again itself."""
+    source = qq.convert(tiny_model("qwen3_moe", seed=1), "w4a16", recipe="modelopt")
+    decoded = dict(dequantized(source))
+    plain: Any = qq.revert(source)
+    plain.load_state_dict(decoded, strict=False)
+    model, mine = qq.convert(plain, "w4a16"), rollout(torch.bfloat16)
+    recwarn.clear()
+    qq.update_weights(mine, model.state_dict())
+    assert qq.check_first_step(model, mine).failed == []
+    assert not recwarn.list
+
+
+def test_weights_of_few_values_are_no_decoded_ones(recwarn: pytest.WarningsRecorder) -> None:
+    model, mine = in_dtype(torch.bfloat16), rollout(torch.bfloat16)
+    fills = (lambda t: torch.full_like(t, 0.3), lambda t: t.sign(), lambda t: torch.eye(*t.shape[-2:]).expand(t.shape))
+    for fill in (*fills, lambda t: (t * 100).round().clamp(-2, 2) / 7):
+        masters = {n: fill(t).to(t.dtype) if t.ndim > 1 else t for n, t in model.state_dict().items()}
+        qq.update_weights(mine, masters)
+    assert not recwarn.list
+
+
+def test_decoded_stacks_are_looked_at_along_their_blocks() -> None:
+    """Those of gpt-oss are transposed in memory; the first expert is unused."""
+    model: Any = tiny_model("gpt_oss", seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name and parameter.ndim == 3:
+                parameter[0] = 0
+    model = qq.convert(model, "w4a16", recipe="modelopt", scope="experts", schedule=held("frozen"))
+    qq.step(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    mine = qq.convert(tiny_model("gpt_oss", seed=0), "w4a4_residual", recipe="modelopt", scope="experts")
+    with pytest.warns(UserWarning, match=r"experts.* and 3 more came as decoded NVFP4 weights"):
+        qq.update_weights(mine, dequantized(model))
