@@ -9,12 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from quads_qat.bypasses import refuse_bypasses
 from quads_qat.config import (
     ActivationFormat,
     ActivationScale,
@@ -134,9 +134,9 @@ def convert(
             raise ValueError(f"convert: {part} is part of a converted model; call convert on the whole model")
         root, fresh = model, True
         conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
+        refuse_bypasses(model, conversion, trainer=mode is not Mode.W4A4_RESIDUAL)
     if mode is not Mode.W4A4_RESIDUAL:
         if fresh:
-            _refuse_fused_mamba(root, conversion)
             conversion.schedule = schedule or Schedule()
             conversion.full_precision.start_step = conversion.schedule.start_step
             conversion.full_precision.delayed = conversion.schedule.start_step > 0
@@ -166,23 +166,6 @@ def _check_options(
         )
     if mode is Mode.W4A16 and for_activations:
         raise ValueError("convert: mode='w4a16' leaves activations alone; drop activation_scale and activation_recipe")
-
-
-def _refuse_fused_mamba(model: nn.Module, conversion: Conversion) -> None:
-    """The training kernels of mamba_ssm take projection weights as arguments: the master weights, around any module."""
-    if find_spec("mamba_ssm") is None:
-        return
-    names = [w.module for w in conversion.weights.values() if _is_mamba(model, w.module.rpartition(".")[0])]
-    if names:
-        raise ValueError(
-            f"convert: {names[0]} belongs to a Mamba mixer, whose fused training kernel (mamba_ssm is installed) "
-            f"reads the master weight past the module; pass exclude=['*.{names[0].rpartition('.')[2]}']"
-        )
-
-
-def _is_mamba(model: nn.Module, name: str) -> bool:
-    mixer = model.get_submodule(name)
-    return hasattr(mixer, "conv1d") and "mamba" in type(mixer).__name__.lower()
 
 
 def _check_is_whole(model: nn.Module, root: nn.Module) -> None:

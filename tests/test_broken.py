@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from bits import assert_same_bits
 from safetensors.torch import load_file, save_file
+from small_modules import fill
 from tiny_models import tiny_model
 from torch import nn
 
@@ -119,10 +122,42 @@ def test_projections_that_fused_mamba_kernels_read_past_the_module_are_refused(m
         {n.rpartition(".")[2] for n, _ in model.named_modules() if n.endswith((".in_proj", ".out_proj"))}
     )
     assert "out_proj" in projections
-    monkeypatch.setattr(sys.modules["quads_qat.convert"], "find_spec", lambda name: name == "mamba_ssm")
+    monkeypatch.setattr(sys.modules["quads_qat.bypasses"], "find_spec", lambda name: name == "mamba_ssm")
     with pytest.raises(ValueError, match=r"reads the master weight past the module; pass exclude="):
         qq.convert(model, "w4a16")
     qq.convert(model, "w4a16", exclude=[f"*.{name}" for name in projections])
+
+
+@pytest.mark.parametrize("mode", ["w4a16", "w4a4_residual"])
+def test_linears_that_the_fast_path_of_an_encoder_layer_reads_are_refused(mode: str):
+    """In eval mode without gradients it multiplied by the master weights, or skipped what activations go through."""
+
+    def model(**options: Any) -> nn.Module:
+        return fill(nn.Sequential(nn.TransformerEncoderLayer(32, 2, 48, dropout=0.0, **options))).eval()
+
+    with pytest.raises(ValueError, match=r"convert: 0\.linear1 .*set_fastpath_enabled\(False\) first.*'\*\.linear1'"):
+        qq.convert(model(batch_first=True), mode)
+    qq.convert(model(batch_first=False), mode)  # has none
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        converted, x = qq.convert(model(batch_first=True), mode), torch.randn(2, 3, 32)
+        with torch.no_grad():
+            fast = converted(x)
+        assert_same_bits(fast, converted.train()(x).detach())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_linears_that_are_read_in_pieces_are_refused():
+    config = transformers.BloomConfig(
+        hidden_size=64, n_layer=1, n_head=4, vocab_size=64, slow_but_exact=True, pretraining_tp=2
+    )
+    with pytest.raises(
+        ValueError, match=r"self_attention\.dense belongs to .*build the model with slow_but_exact=False"
+    ):
+        qq.convert(transformers.BloomForCausalLM(config), "w4a16")
+    config.slow_but_exact = False
+    qq.convert(transformers.BloomForCausalLM(config), "w4a16")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "L4",
         (
-            *("convert", "quantized_weights", "coverage", "diagnose", "demo", "integrations"),
+            *("bypasses", "convert", "quantized_weights", "coverage", "diagnose", "demo", "integrations"),
             *("tensor_parallel", "schedule"),
             *("diagnosis", "diagnose_files", "gap", "gemm_noise", "model_pair", "swaps"),
             *(
