@@ -98,9 +98,10 @@ def hopper(tiles: Hopper, terms: int = 1, groups: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(find_spec("triton.experimental.gluon") is None, reason="needs Gluon")
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("terms", [1, 2])
-def test_on_hopper_some_warps_decode_while_others_multiply(terms: int):
-    asm = hopper(Hopper(128, 128, 3), terms, groups=8)
+def test_on_hopper_some_warps_decode_while_others_multiply(terms: int, stream: bool):
+    asm = hopper(Hopper(128, 128, 3, stream=stream), terms, groups=0 if stream else 8)
     multiply, decode = asm["ttgir"].split("partition0", 1)
     loop = re.search(r"scf\.for %t (.*?)scf\.yield %\S+#0", multiply, re.DOTALL)
     assert loop, "no loop over K"
@@ -115,6 +116,11 @@ def test_on_hopper_some_warps_decode_while_others_multiply(terms: int):
     order = [opcode for opcode, _ in sass.instructions(asm["cubin"]) if opcode.startswith(kinds)]
     waits = [i for i, opcode in enumerate(order) if opcode.startswith("WARPGROUP.DEPBAR")]
     assert len(waits) == 2
+    if stream:
+        opcodes = [opcode for opcode, _ in sass.instructions(asm["cubin"])]
+        assert not any(opcode.startswith(("STL", "LDL")) for opcode in opcodes), "a sum of parts does not fit registers"
+        left = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("REDG"))
+        assert any(opcode.startswith("MEMBAR") for opcode in opcodes[left - 20 : left]), "told before it is there"
     for i in waits:  # each warpgroup waits for its own (github.com/triton-lang/triton/issues/11047)
         assert order[i + 1].startswith("BAR.SYNC"), "a slot is given back before all have multiplied from it"
         assert order[i + 2].startswith("SYNCS.ARRIVE")

@@ -15,6 +15,7 @@ import math
 import pytest
 import torch
 from bits import assert_same_bits
+from hopper_tiles import HOPPER_TILES, fits
 from torch import Tensor
 
 from quads_qat import gemms, ops, reference, reference_matmul
@@ -312,23 +313,6 @@ def test_graphs_and_streams_share_no_counters(rows: int):
 on_hopper = pytest.mark.skipif(
     not runs_on(torch.device(DEVICE)), reason="needs sm_90 and Gluon, which interprets nothing"
 )
-HOPPER_TILES = [
-    *(Hopper(128, 256, 3), Hopper(128, 128, 5), Hopper(128, 128, 3, 8, 8), Hopper(128, 128, 3, 8, 8, stream=True)),
-    *(
-        Hopper(256, 64, 3, 8, 8),
-        Hopper(64, 64, 4, 4, 4, 2),
-        Hopper(128, 16, 3, 4, 4, 2),
-        Hopper(128, 256, 3, stream=True),
-        Hopper(128, 64, 3, stream=True),
-        Hopper(64, 64, 4, 4, 4, 2, stream=True),
-        Hopper(128, 64, 5, ahead=3),
-    ),
-]
-
-
-def fits(tiles: Hopper, terms: int) -> bool:
-    ring = tiles.stages * 128 * (tiles.rows + terms * tiles.columns)
-    return ring + tiles.rows * (tiles.columns + 144 * tiles.ahead) <= 231_000
 
 
 @on_hopper

@@ -1,8 +1,9 @@
 """``y = (x1 + x2) @ W.T``: the GEMM of packed weights, W4A16, W4A4 and compensated, for any number of rows.
 
-Which of three roads is taken depends on the shape alone, by crossovers measured on an H200 (benchmarks/RESULTS.md):
-few rows *narrow*, some hundred rows *wide*, beyond that the weight is decoded once and cuBLAS multiplies. The bits of a
-row of y are the same for every number of rows that takes the same line of ``tiles.configuration``.
+Which road is taken depends on the shape alone, by what was measured on an H200 (benchmarks/RESULTS.md): few rows
+*narrow*, up to 64 *wide*, some hundred by the kernel for Hopper (elsewhere *wide*), beyond that the weight is decoded
+once and cuBLAS multiplies. The bits of a row of y are the same for every number of rows that gets the same tiles from
+``tiles.configuration`` (of a stream of Hopper's: and needs as many of them).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quads_qat.kernels.decode import RUN
@@ -140,37 +140,42 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
     return Wide(rows, columns, blocks, warps, 3, 4 if splits >= 4 else 2 if splits >= 2 else 1, stacked)
 
 
-# Microseconds on an H200. Hopper's tiles by (terms, columns): K_STEP elements of K of a tile; what a program that
-# streams spends besides; more for each program that shares a tile. Decoding first: a weight; a weight and row; besides.
+_ONE_TERM, _TWO_TERMS = Hopper(128, 256, 3), Hopper(128, 128, 3, decoders=8)
+_MOST_STREAMED = 1024  # rows of x
+_MOST_ON_HOPPER = {1: 1024, 2: 3072}
+
+# Microseconds on an H200. Of a stream: K_STEP elements of K of a tile; besides; more for each program of a tile.
 _STREAMS = {
-    (1, 256): (Hopper(128, 256, 3, stream=True), 3.23, 6.0, 2.1),
-    (1, 128): (Hopper(128, 128, 3, decoders=8, stream=True), 2.35, 4.0, 1.2),
-    (2, 128): (Hopper(128, 128, 3, decoders=8, stream=True), 3.12, 6.0, 1.2),
-    (2, 64): (Hopper(128, 64, 3, decoders=8, stream=True), 2.15, 5.0, 0.75),
+    1: [(replace(_ONE_TERM, stream=True), 3.23, 6.0, 2.1), (replace(_TWO_TERMS, stream=True), 2.35, 4.0, 1.2)],
+    2: [(replace(_TWO_TERMS, stream=True), 3.3, 6.0, 1.2), (Hopper(128, 64, 3, 8, 8, stream=True), 2.4, 5.0, 0.75)],
 }
-HOPPER_WHOLE = {1: Hopper(128, 256, 3), 2: Hopper(128, 128, 3, decoders=8)}
-_DECODING, _MULTIPLYING, _BESIDES, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, {1: 6.0, 2: 14.0}, 1.1e-5
+_WHOLE = {1: (_ONE_TERM, 3.23), 2: (_TWO_TERMS, 3.12)}  # K_STEP elements of K of a tile
+_WIDE = 0.0084  # an element of K of a tile of the wide kernel, of which two run at a time
+# Decoding first, then cuBLAS: a weight; a weight and row; besides; an element of a second product.
+_DECODING, _MULTIPLYING, _LAUNCHES, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, {1: 6.0, 2: 14.0}, 1.1e-5
 
 
 def _hopper(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | None:
-    """Tiles for Hopper's kernel where by estimate it is the fastest."""
-    if m <= 64 or m > 4096:  # the wide kernel; cuBLAS
+    """Tiles for Hopper's kernel, where by estimate nothing is faster."""
+    if not 64 < m <= _MOST_ON_HOPPER[terms]:
         return None
-    found: list[tuple[float, Hopper | None]] = []
-    for (of, columns), (stream, step, besides, shared) in _STREAMS.items():
-        if of == terms:
-            tiles, each = cdiv(m, columns) * cdiv(n, stream.rows), k // K_STEP
-            programs = min(tiles * each, processors)
-            found.append((cdiv(tiles * each, programs) * step + besides + shared * programs / tiles, stream))
-            if HOPPER_WHOLE[terms].columns == columns:
-                found.append((cdiv(tiles, processors) * each * step + 2, HOPPER_WHOLE[terms]))
-    if terms == 1 and m <= 128:  # two programs a multiprocessor, each 64 rows of W
+    whole, step = _WHOLE[terms]
+    times: dict[Hopper | None, float] = {whole: cdiv(_tiles(whole, m, n), processors) * k / K_STEP * step + 2}
+    for stream, step, besides, sharing in _STREAMS[terms] if m <= _MOST_STREAMED else ():
+        tiles = _tiles(stream, m, n)
+        programs = min(tiles * k // K_STEP, processors)
+        times[stream] = cdiv(tiles * k // K_STEP, programs) * step + besides + sharing * programs / tiles
+    if terms == 1 and m <= 128:
         wide = _wide(m, n, k, terms, processors)
-        found.append((cdiv(cdiv(n, wide.rows) * wide.splits, 2 * processors) * k / wide.splits * 0.0084 + 5, None))
+        times[None] = cdiv(cdiv(n, wide.rows) * wide.splits, 2 * processors) * k / wide.splits * _WIDE + 5
     else:
-        first = 1.06 * n * k * (_DECODING + m * terms * _MULTIPLYING) + _BESIDES[terms]
-        found.append((first + (m * n * _ADDING if terms == 2 else 0), None))
-    return min(found, key=lambda pair: pair[0])[1]
+        times[None] = 1.12 * n * k * (_DECODING + m * terms * _MULTIPLYING) + _LAUNCHES[terms]
+        times[None] += m * n * _ADDING if terms == 2 else 0
+    return min(times, key=lambda tiles: times[tiles])
+
+
+def _tiles(config: Hopper, m: int, n: int) -> int:
+    return cdiv(m, config.columns) * cdiv(n, config.rows)
 
 
 @lru_cache(maxsize=4096)
@@ -182,9 +187,11 @@ def grouped_configuration(
     None: decode all of W once, then multiply in bf16.
     """
     mean = cdiv(m, max(1, min(experts, m)))
-    most = 1280 if terms == 1 else mean  # a product of twice the K needs W twice
-    if on_hopper and not ordered and k % K_STEP == 0 and 112 <= mean <= most:
-        return HOPPER_WHOLE[terms]
+    if on_hopper and not ordered and k % K_STEP == 0 and mean >= 72:  # measured, as are the numbers below
+        if terms == 2:
+            return _TWO_TERMS
+        if 80 <= mean <= 1280:
+            return _ONE_TERM if mean >= 120 else _TWO_TERMS
     if mean >= MOST_MEAN_ROWS and not ordered:
         return None
     columns = terms * mean
