@@ -83,7 +83,8 @@ def check_first_step(
         raise ValueError(
             "check_first_step: trainer is a rollout model; the order is check_first_step(trainer, rollout)"
         )
-    if rollout is not None and conversion_of(rollout, "check_first_step")[1].mode is not Mode.W4A4_RESIDUAL:
+    theirs = None if rollout is None else conversion_of(rollout, "check_first_step", Mode.W4A4_RESIDUAL)[1]
+    if theirs is not None and theirs.mode is not Mode.W4A4_RESIDUAL:
         raise ValueError(
             "check_first_step: rollout is a trainer; pass a model in mode 'w4a4_residual', or load_rollout"
         )

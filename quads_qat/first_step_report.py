@@ -10,7 +10,7 @@ from quads_qat.gap import GapStats
 
 @dataclass(frozen=True, kw_only=True)
 class GapLimits:
-    """What a healthy first step stays below; see :class:`~quads_qat.diagnose.GapStats`.
+    """What a healthy first step stays below; see :class:`~quads_qat.gap.GapStats`.
 
     The defaults lie between a W4A16 trainer with compensated rollouts (mean 0.02, k3 0.001 on the bundled model) and
     the same trainer with naive W4A4 rollouts (0.08, 0.014). The largest gap grows with the number of tokens, so it has

@@ -80,7 +80,7 @@ def calibrate(rollout: nn.Module, batches: Iterable[Any]) -> None:
     Ranks do not communicate: run the same batches on each, or load the ``quant_state_dict`` of one on the others.
     Masks and scales stay as they are when weights are synced; calibrate again when activations have moved.
     """
-    root, conversion = conversion_of(rollout, "calibrate")
+    root, conversion = conversion_of(rollout, "calibrate", Mode.W4A4_RESIDUAL)
     if conversion.mode is not Mode.W4A4_RESIDUAL:
         raise ValueError("calibrate: this model is a trainer; pass a rollout model, or use observe_activations")
     activation, residual = conversion.activation, conversion.residual

@@ -26,7 +26,7 @@ _NOT_OF_THE_MODEL = {
 }
 _OF_TRAINING = re.compile(
     r"(^|\.)(use_cache|return_dict|output_\w+|initializer_range|router_aux_loss_coef|\w*dropout\w*|problem_type|"
-    r"pad_token_id|architectures|id2label|label2id|_\w+)(\.|$)"
+    r"(bos|eos|pad)_token_id|architectures|id2label|label2id|_\w+)(\.|$)"
 )
 """Settings that change no weight and no number of an evaluation."""
 

@@ -360,6 +360,15 @@ def test_what_needs_a_converted_model_says_so(name: str):
         _enter(getattr(qq, name)(linears("fc")))
 
 
+def test_what_needs_a_rollout_says_how_to_make_one():
+    trainer, plain = qq.convert(linears("fc"), "w4a16"), linears("fc")
+    way_out = r"call quads_qat.convert\(model, mode='w4a4_residual'\) first, or load it with quads_qat.load_rollout"
+    with pytest.raises(ValueError, match=f"calibrate: this model has not been converted; {way_out}"):
+        qq.calibrate(plain, [])
+    with pytest.raises(ValueError, match=f"check_first_step: this model has not been converted; {way_out}"):
+        qq.check_first_step(trainer, plain)
+
+
 @pytest.mark.parametrize("name", ["revert", "full_precision"])
 def test_what_needs_master_weights_refuses_a_rollout_model(name: str):
     model = qq.convert(linears("fc"), "w4a4_residual")
