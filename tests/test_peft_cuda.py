@@ -5,28 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_training import ids
+from adapter_training import ORDERS, train, trainer
 from bits import assert_same_bits
-from tiny_models import tiny_model
 from torch import Tensor, nn
-
-pytest.importorskip("peft", reason="needs peft (the extra dev brings it)")
-
-from peft import LoraConfig, get_peft_model
 
 import quads_qat as qq
 from quads_qat.adapters import Factors, merge
 from quads_qat.experts import W4A16Experts
-from quads_qat.integrations.peft import lora_config, merged, quantize_merged
+from quads_qat.integrations.peft import merged
 
 pytestmark = pytest.mark.gpu
-
-TARGETS = {
-    "target_modules": ["q_proj", "v_proj"],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-}
-RECIPE = qq.Recipe.MODELOPT  # with powers of two (aligned) another amax seldom shows in the weights
-ORDERS = pytest.mark.parametrize("order", ["convert first", "peft first"])
 
 
 @pytest.fixture(autouse=True)
@@ -35,43 +23,15 @@ def _needs_cuda() -> None:
         pytest.skip("needs a CUDA GPU: the interpreter has no devices")
 
 
-def trainer(order: str, dtype: torch.dtype) -> nn.Module:
-    """A converted model on the CPU; few bits in its factors, so that B A and its sums are exact in any order."""
-    base = tiny_model("qwen3_moe", dtype=dtype, experts_implementation="grouped_mm")
-    if order == "convert first":
-        model = get_peft_model(qq.convert(base, "w4a16", recipe=RECIPE), lora_config(**TARGETS, r=8))
-    else:
-        base = get_peft_model(base, LoraConfig(**TARGETS, r=8))
-        model = quantize_merged(qq.convert(base, "w4a16", recipe=RECIPE))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            with torch.no_grad():
-                parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator) / 16)
-    return model
-
-
 def exported(model: nn.Module) -> dict[str, Tensor]:
     with merged(model) as plain:
         return {name: tensor.cpu().clone() for name, tensor in qq.export_weights(plain, "modelopt")}
 
 
-def steps(model: nn.Module, count: int = 3) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids().cuda(), labels=ids().cuda()).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @ORDERS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exported_bytes_are_those_of_a_cpu(order: str, dtype: torch.dtype):
-    on_cpu = trainer(order, dtype)
+    on_cpu = trainer(order, dtype=dtype, rank=8)
     wanted, got = exported(on_cpu), exported(copy.deepcopy(on_cpu).cuda())
     assert wanted.keys() == got.keys()
     for name, tensor in wanted.items():
@@ -80,9 +40,9 @@ def test_exported_bytes_are_those_of_a_cpu(order: str, dtype: torch.dtype):
 
 @ORDERS
 def test_what_was_trained_there_is_exported_bit_for_bit(order: str, tmp_path: Path):
-    model = trainer(order, torch.bfloat16).cuda()
+    model = trainer(order, rank=8).cuda()
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    losses = steps(model)
+    losses = train(model, 3)
     assert losses[-1] < losses[0]
     for name, parameter in model.named_parameters():
         if name in frozen:
