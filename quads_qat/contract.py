@@ -19,8 +19,9 @@ every export writes them beside the weights, and everything that reads a checkpo
     }
 
 ``rollout`` is null unless the export was told what rollouts do. ``"weight_scale": "frozen"`` or ``"ema"`` is there if
-the trainer holds its scales: weights in high precision do not tell them. The first version did not have
-``export_dtype``, ``quantized`` and ``high_precision``.
+the trainer holds its scales: weights in high precision do not tell them. ``"start_step": 100`` is there if the trainer
+did not quantize yet: until then it multiplies by its master weights. The first version did not have ``export_dtype``,
+``quantized`` and ``high_precision``.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Contract:
         activations: where the activation scales in the file are from: ``none`` (there are none), ``observed`` or
             ``given``.
         weight_scale: what the trainer makes scales from. Those that it holds (frozen, ema) are in packed tensors only.
+        start_step: the step at which a trainer that does not quantize yet will start to; 0: it does.
         rollout: what rollouts do with activations; None leaves it to them.
         export_dtype: what fp32 masters are cast to before they are quantized: bfloat16 or float16; None where that is
             not known (an older record), or weights differ.
@@ -83,6 +85,7 @@ class Contract:
     rules: tuple[str, ...] = ()
     activations: str = "none"
     weight_scale: WeightScale = WeightScale.DYNAMIC
+    start_step: int = 0
     rollout: RolloutPolicy | None = None
     export_dtype: torch.dtype | None = None
     quantized: tuple[str, ...] | None = None
@@ -100,6 +103,7 @@ class Contract:
         weight_scale = conversion.schedule.weight_scale
         if weight_scale is WeightScale.DYNAMIC and any(g.held is not None for g in conversion.groups.values()):
             weight_scale = WeightScale.FROZEN  # of a loaded state; nothing moves them
+        to_come = conversion.full_precision.delayed and conversion.mode is not Mode.W4A4_RESIDUAL
         dtypes = {weight.format.export_dtype for weight in conversion.weights.values()}
         return cls(
             recipe=conversion.recipe,
@@ -108,6 +112,7 @@ class Contract:
             rules=conversion.rules,
             activations=activations,
             weight_scale=weight_scale,
+            start_step=conversion.full_precision.start_step if to_come else 0,
             rollout=rollout,
             export_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
             quantized=shortened(weight.module for weight in conversion.weights.values()),
@@ -137,6 +142,7 @@ class Contract:
             "scale_groups": {"fused": [list(names) for names in self.fused], "rules": list(self.rules)},
             "activations": self.activations,
             **held,
+            **({"start_step": self.start_step} if self.start_step else {}),
             "rollout": rollout,
         }
 
@@ -156,7 +162,7 @@ class Contract:
                 f"{where} has version {version}, this quads_qat reads up to {VERSION}; install a newer quads_qat"
             )
         known = {"version", "recipe", "scope", "trainer", "scale_groups", "activations", "weight_scale", "rollout"}
-        known |= {"export_dtype", "quantized", "high_precision"}
+        known |= {"export_dtype", "quantized", "high_precision", "start_step"}
         _refuse_unknown(entry, known, where)
         if "recipe" not in entry:
             raise ValueError(f"{where} names no recipe; config.json was changed")
@@ -168,6 +174,9 @@ class Contract:
         activations = entry.get("activations", "none")
         if activations not in _ACTIVATIONS:
             raise ValueError(f"{where}.activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
+        start_step = entry.get("start_step", 0)
+        if not isinstance(start_step, int) or isinstance(start_step, bool) or start_step < 0:
+            raise ValueError(f"{where}.start_step must be a whole number from 0, got {start_step!r}")
         dtype = entry.get("export_dtype")
         if dtype is not None and dtype not in list(_EXPORT_DTYPES):
             raise ValueError(f"{where}.export_dtype must be one of {', '.join(_EXPORT_DTYPES)}, got {dtype!r}")
@@ -179,6 +188,7 @@ class Contract:
             rules=_names(groups.get("rules", []), f"{where}.scale_groups.rules"),
             activations=activations,
             weight_scale=_choice(WeightScale, entry.get("weight_scale", "dynamic"), f"{where}.weight_scale"),
+            start_step=start_step,
             rollout=_rollout(entry.get("rollout"), f"{where}.rollout"),
             export_dtype=None if dtype is None else _EXPORT_DTYPES[dtype],
             quantized=_modules(entry.get("quantized"), f"{where}.quantized"),

@@ -94,19 +94,21 @@ def changed(requantized: list[str]) -> str:
     )
 
 
-def objections(named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conversion: Conversion) -> list[str]:
-    """Why a rollout that takes these masters will not multiply by what their trainer multiplies by, as far as noted."""
+def objections(
+    named_tensors: Any, notes: Mapping[str, Mapping[str, Any]], conversion: Conversion, contract: Contract | None
+) -> list[str]:
+    """Why a rollout that takes these weights will not multiply by what their trainer multiplies by, as far as told."""
+    starts = [note["start_step"] for note in notes.values()]  # of now; a contract may be older
+    start = max(starts, default=0 if contract is None else contract.start_step)
+    found = [f"update_weights: {not_started(start)}, and this rollout by quantized ones"] if start else []
     if not notes:
-        return []
-    found = []
+        return found
     if any(note["held"] for note in notes.values()):
         found.append(
             f"{_MASTERS} holds its scales (Schedule: frozen, ema), which masters do not tell: this rollout makes "
             "scales of its own and multiplies by other weights than the trainer; send "
             "quads_qat.export_weights(trainer, ...)"
         )
-    if start := max(note["start_step"] for note in notes.values()):
-        found.append(f"update_weights: {not_started(start)}, and this rollout by quantized ones")
     if recipes := {note["recipe"] for note in notes.values()} - {conversion.recipe.value}:
         found.append(
             f"{_MASTERS} quantizes with recipe '{recipes.pop()}', this rollout with '{conversion.recipe}'; convert "

@@ -103,10 +103,11 @@ def update_weights(
 
     Warns:
         UserWarning: the ``state_dict()`` of a trainer that holds its scales, quantizes other modules than the rollout,
-            or does not quantize yet (``Schedule.start_step``), as far as it came as it was made. Weights in high
-            precision under a ``contract`` that has none of the rollout's names, so that nothing was compared. Decoded
-            weights (``export_weights(trainer, "dequantized")``) that have other values once they are quantized again:
-            such a stream does not tell which scales its trainer holds.
+            or does not quantize yet (``Schedule.start_step``), as far as it came as it was made. A ``contract`` of a
+            trainer that does not quantize yet. Weights in high precision under a ``contract`` that has none of the
+            rollout's names, so that nothing was compared. Decoded weights (``export_weights(trainer, "dequantized")``)
+            that have other values once they are quantized again: such a stream does not tell which scales its trainer
+            holds.
 
     Activation scales that come along replace the static ones; a scale of a rollout that uses none is ignored, and so
     are scales of KV caches. Static residual masks stay as they are: they depend on activations, not on weights. They
@@ -144,7 +145,7 @@ def update_weights(
     stream, plan = _stream_of(named_tensors), sync_plan(root, conversion)
     told = cast_as_told(conversion, made_under, notes)
     announced = _check_ahead(lambda: Ledger(root, told, plan, made_under), named_tensors, metadata, strict=strict)
-    for objection in objections(named_tensors, notes, conversion):
+    for objection in objections(named_tensors, notes, conversion, made_under):
         warnings.warn(objection, stacklevel=2)
     state, before, begun = conversion.sync, conversion.sync.broken, False
     state.running = True

@@ -52,6 +52,7 @@ contracts = st.builds(
     rules=st.lists(words, max_size=3).map(tuple),
     activations=st.sampled_from(["none", "observed", "given"]),
     weight_scale=st.sampled_from(WeightScale),
+    start_step=st.integers(0, 3),
     rollout=st.none() | policies,
     export_dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
     quantized=st.none() | modules,
@@ -365,6 +366,8 @@ MALFORMED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fused of a number": (lambda e: e | {"scale_groups": {"fused": 1}}, "must be a list of lists of names, got 1"),
     "rules": (lambda e: e | {"scale_groups": {"rules": "x"}}, "scale_groups.rules must hold lists of strings, got 'x'"),
     "weight scale": (lambda e: e | {"weight_scale": "x"}, "quads_qat.weight_scale: WeightScale: unknown value 'x'"),
+    "start step": (lambda e: e | {"start_step": -1}, "start_step must be a whole number from 0, got -1"),
+    "start step of words": (lambda e: e | {"start_step": "1"}, "start_step must be a whole number from 0, got '1'"),
     "export dtype": (
         lambda e: e | {"export_dtype": "float8"},
         "export_dtype must be one of bfloat16, float16, got 'fl",

@@ -1,6 +1,7 @@
 """What a weight sync was told of its trainer stays told, and what nobody told it is said."""
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -362,3 +363,54 @@ def test_decoded_stacks_are_looked_at_along_their_blocks() -> None:
     mine = qq.convert(tiny_model("gpt_oss", seed=0), "w4a4_residual", recipe="modelopt", scope="experts")
     with pytest.warns(UserWarning, match=r"experts.* and 3 more came as decoded NVFP4 weights"):
         qq.update_weights(mine, dequantized(model))
+
+
+# ---------------------------------------------------------------------------------------------- a start that is to come
+
+
+STREAMS: dict[str, Callable[[nn.Module], Any]] = {
+    "a state_dict": lambda model: model.state_dict(),
+    "pairs": pairs,
+    "packed": lambda model: list(qq.export_weights(model, "modelopt")),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_contract_tells_that_fake_quantization_has_not_started(stream: str) -> None:
+    model: Any = tiny_model("qwen3_moe", seed=1)
+    model, mine = qq.convert(model, "w4a16", schedule=qq.Schedule(start_step=2)), rollout(torch.bfloat16)
+    for step in range(4):
+        told = Contract.from_json(json.loads(json.dumps(contract_of(model).to_json())), "the message")
+        assert told == contract_of(model)
+        assert told.start_step == (2 if step < 2 else 0)
+        weights = STREAMS[stream](model)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            qq.update_weights(mine, weights, contract=told)
+        assert [(str(warning.message), warning.filename) for warning in warned] == [
+            (
+                "update_weights: fake quantization starts at step 2 of the schedule; until then the trainer multiplies "
+                "by its master weights, and this rollout by quantized ones",
+                __file__,
+            )
+        ] * (step < 2)
+        qq.step(model)
+
+
+def test_a_state_dict_knows_better_than_an_old_contract(recwarn: pytest.WarningsRecorder) -> None:
+    model: Any = tiny_model("qwen3_moe", seed=1)
+    model, mine = qq.convert(model, "w4a16", schedule=qq.Schedule(start_step=1)), rollout(torch.bfloat16)
+    told = contract_of(model)
+    qq.step(model)
+    qq.update_weights(mine, model.state_dict(), contract=told)
+    assert not recwarn.list
+
+
+def test_a_rollout_has_no_start(tmp_path: Path) -> None:
+    model: Any = tiny_model("qwen3_moe", seed=1)
+    model = qq.convert(model, "w4a16", schedule=qq.Schedule(start_step=1))
+    with pytest.warns(UserWarning, match="fake quantization starts at step 1"):
+        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    assert contract_of(tmp_path / "out").start_step == 1
+    assert contract_of(qq.load_rollout(tmp_path / "out", contract=contract_of(model))).start_step == 0
+    assert contract_of(qq.convert(model, "w4a4_residual")).start_step == 0
