@@ -79,7 +79,7 @@ def _tokens(path: Path, text: str, trust_remote_code: bool) -> list[Tensor]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-        ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+        ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64, device="cpu")
     except Exception as error:  # whatever one of transformers' tokenizers raises
         raise ValueError(f"{path}: its tokenizer cannot be used to calibrate ({_line(error)})") from error
     if not len(ids):

@@ -41,7 +41,7 @@ def bucketed(
     """
     require_integer("bucketed", "bucket_bytes", bucket_bytes, 1)
     entries: list[Entry] = []
-    bucket, size = torch.empty(0, dtype=torch.uint8), 0
+    bucket, size = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
     for name, tensor in stream:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # a strided [N] cannot be viewed as bytes
         padded = flat.numel() + -flat.numel() % _ALIGNMENT

@@ -86,7 +86,7 @@ def diagnose(
     """
     pair = ModelPair.of(trainer, rollout)
     given = _tokens(pair.trainer, input_ids, mask, attention_mask)
-    log_probs = [torch.full(given.ids.shape, torch.nan, dtype=torch.float64) for _ in range(5)]
+    log_probs = [torch.full(given.ids.shape, torch.nan, dtype=torch.float64, device="cpu") for _ in range(5)]
     sums = _Sums(pair)
     with ExitStack() as stack:
         stack.enter_context(evaluating(trainer))
@@ -136,7 +136,7 @@ def _tokens(trainer: nn.Module, ids: Tensor, mask: Tensor | None, attention: Ten
         )
     ids = ids.cpu()
     attended = torch.ones_like(ids) if attention is None else attention.cpu()
-    wanted = torch.ones(ids.shape[0], ids.shape[1] - 1) if mask is None else mask.cpu()
+    wanted = torch.ones(ids.shape[0], ids.shape[1] - 1, device="cpu") if mask is None else mask.cpu()
     return _Tokens(ids.long(), [row.nonzero().flatten() for row in attended], as_bool("diagnose", wanted))
 
 

@@ -91,7 +91,9 @@ def _tokens(trainer: Path, rollout: Path, text: Path, length: int, rows: int, tr
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{text}: cannot be read as text ({error})") from error
-    ids = torch.tensor(_encode(trainer, rollout, content, trust_remote_code)[: rows * length], dtype=torch.int64)
+    ids = torch.tensor(
+        _encode(trainer, rollout, content, trust_remote_code)[: rows * length], dtype=torch.int64, device="cpu"
+    )
     if len(ids) < 2:
         raise ValueError(f"{text}: has {len(ids)} tokens, and a log-probability needs two; give a longer text")
     whole = len(ids) // length

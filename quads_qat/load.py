@@ -201,7 +201,7 @@ def load_model(
     require_same_modules(checkpoint, conversion, contract)
     for parameter, disks in by_parameter(plan).items():
         meta = model.get_parameter(parameter)
-        value = torch.empty(meta.shape, dtype=meta.dtype)
+        value = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
         oriented = value.mT if disks[0].weight.format.transposed else value
         for disk in disks:
             q = read_part(checkpoint, meta, disk)

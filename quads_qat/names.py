@@ -181,16 +181,16 @@ def _elements_of_batch(model: nn.Module, shapes: Mapping[str, torch.Size]) -> It
     firsts, sent, first = [], {}, 1  # 0 is padding
     for name, shape in shapes.items():
         firsts.append(first)
-        sent[name] = torch.arange(first, first + shape.numel()).view(shape)
+        sent[name] = torch.arange(first, first + shape.numel(), device="cpu").view(shape)
         first += shape.numel()
-    seen = torch.zeros(first, dtype=torch.bool)
+    seen = torch.zeros(first, dtype=torch.bool, device="cpu")
     names, found = list(shapes), []
     for on_disk, values in disk_state(model, sent).items():
         flat, parts = values.reshape(-1), {}
         inside = flat[(flat > 0) & (flat < first)]
         doubled = bool(seen[inside].any()) or len(inside.unique()) < len(inside)
         seen[inside] = True
-        owners = (torch.bucketize(inside, torch.tensor(firsts), right=True) - 1).unique().tolist()
+        owners = (torch.bucketize(inside, inside.new_tensor(firsts), right=True) - 1).unique().tolist()
         for owner in owners:
             end = firsts[owner + 1] if owner + 1 < len(firsts) else first
             there = ((flat >= firsts[owner]) & (flat < end)).nonzero().squeeze(-1)
@@ -349,12 +349,12 @@ def _batches(model: nn.Module, parameters: Mapping[str, bool]) -> Iterator[tuple
         for name in names:
             shape = list(model.get_parameter(name).shape)
             if name not in parameters:
-                sent[name] = torch.zeros(*shape[:-1], 2, dtype=torch.int64)
+                sent[name] = torch.zeros(*shape[:-1], 2, dtype=torch.int64, device="cpu")
                 continue
             if len(shape) not in (2, 3):
                 raise ValueError(f"disk_tensors: a weight must be [N, K] or [E, N, K], got {name} with shape {shape}")
             shape[-2:] = [shape[-1] if parameters[name] else shape[-2], 2]
-            values = torch.arange(first, first + torch.Size(shape).numel()).view(shape)
+            values = torch.arange(first, first + torch.Size(shape).numel(), device="cpu").view(shape)
             sent[name] = values.mT.contiguous() if parameters[name] else values
             probes.append(_Probe(name, parameters[name], first, values))
             first += values.numel()

@@ -220,7 +220,7 @@ def read_parameter(checkpoint: Checkpoint, parameter: Tensor, disks: list[DiskWe
 def read_bias(checkpoint: Checkpoint, model: nn.Module, biases: list[SplitBias]) -> Tensor:
     """The 2-D bias [E, N] of a stack, from its experts' biases."""
     shape, dtype = model.get_parameter(biases[0].parameter).shape, checkpoint.reader.entry(biases[0].name).dtype
-    value = torch.empty(shape, dtype=dtype)
+    value = torch.empty(shape, dtype=dtype, device="cpu")
     for bias in biases:
         part, place = checkpoint.reader.get(bias.name), bias.of_source(value)
         if place.shape != part.shape:

@@ -130,7 +130,7 @@ def quantize_checkpoint(
             options = {"recipe": recipe, **selection, "trust_remote_code": trust_remote_code}
             directory.note("amaxes", observed_amaxes(reader.path, text, device=device, **options))
         for group, amax in directory.notes["amaxes"].items():
-            conversion.observers[group].amax = torch.tensor(amax, dtype=torch.float32)
+            conversion.observers[group].amax = torch.tensor(amax, dtype=torch.float32, device="cpu")
         if unseen := [o.name for o in conversion.observers.values() if o.amax is None]:
             raise ValueError(
                 f"quantize: the calibration did not reach {unseen[0]} and {len(unseen) - 1} other activation "

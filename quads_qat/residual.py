@@ -300,7 +300,8 @@ class ResidualCompensatedLinear(PackedModule):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("input_amax", None if input_amax is None else input_amax.clone())
         self.register_buffer("residual_mask", residual_mask)
-        self.register_buffer("_like", torch.empty(0, dtype=dtype), persistent=False)  # follows .to(dtype), codes do not
+        like = torch.empty(0, dtype=dtype, device=weight.qdata.device)  # follows .to(dtype), codes do not
+        self.register_buffer("_like", like, persistent=False)
 
     @property
     def weight(self) -> Tensor:

@@ -158,7 +158,7 @@ def read_pieces(path: Path, entry: Entry) -> Iterator[tuple[int, Tensor]]:
 
 
 def _read_bytes(path: Path, begin: int, count: int) -> Tensor:
-    data = torch.empty(count, dtype=torch.uint8)
+    data = torch.empty(count, dtype=torch.uint8, device="cpu")
     view = memoryview(data.numpy())  # pyright: ignore[reportArgumentType]  numpy's arrays are buffers
     try:
         with open(path, "rb", buffering=0) as file:

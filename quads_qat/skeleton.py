@@ -40,7 +40,7 @@ def skeleton(
         for entry in ("quantization_config", "quads_qat"):  # of the checkpoint, not of the model
             if hasattr(config, entry):
                 delattr(config, entry)
-        with _parameters_on_meta():
+        with torch.device("cpu"), _parameters_on_meta():
             model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
     except Exception as error:  # whatever one of transformers' configs or models raises
         why = " ".join(f"{type(error).__name__}: {error}".split())

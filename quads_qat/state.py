@@ -253,7 +253,7 @@ def quant_state_dict(model: nn.Module) -> dict[str, Tensor]:
     if conversion.mode is not Mode.W4A4_RESIDUAL:
         amaxes = {f"{key}.amax": o.amax.clone() for key, o in conversion.observers.items() if o.amax is not None}
         held = {f"{k}.weight_amax": g.held.clone() for k, g in conversion.groups.items() if g.held is not None}
-        return amaxes | held | ({"steps": torch.tensor(conversion.steps)} if conversion.steps else {})
+        return amaxes | held | ({"steps": torch.tensor(conversion.steps, device="cpu")} if conversion.steps else {})
     require_unwrapped(root, "quant_state_dict")
     state: dict[str, Tensor] = {}
     for name, weight in conversion.weights.items():

@@ -135,7 +135,7 @@ def best_reading(
     temperatures = [temperature, *(k / 20 for k in range(1, 51))]
     kinds = [("temperature", t) for t in temperatures]
     kinds += [(kind, t) for kind in ("logits", "unshifted") for t in dict.fromkeys((temperature, 1.0))]
-    total, count = torch.zeros(len(kinds), dtype=torch.float64), 0
+    total, count = torch.zeros(len(kinds), dtype=torch.float64, device="cpu"), 0
     counted = torch.ones_like(given, dtype=torch.bool) if mask is None else mask.to(given.device).bool()
     counted &= counted.cumsum(-1) <= 64
     start = 0

@@ -4,6 +4,7 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,3 +331,35 @@ def test_a_state_that_was_cast_is_refused(key: str, cast: Callable[[Tensor], Ten
         model.load_state_dict(state, assign=assign)
     for name, tensor in model.state_dict().items():
         assert_same_bits(tensor, before[name], name)
+
+
+# ------------------------------------------------------------------------------------------------------- default device
+
+
+def test_what_is_made_on_the_way_is_where_the_model_is_whatever_the_default_device(tmp_path: Path):
+    """On a GPU as default, half a model on the CPU would meet half a model there; ``meta`` shows every such tensor."""
+    trainer = qq.convert(tiny_model("qwen3_moe"), "w4a16", schedule=qq.Schedule(weight_scale="ema"))
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad(), qq.observe_activations(trainer):
+        trainer(ids)
+    with torch.device("meta"):
+        qq.step(trainer, track_codes=True)
+        state = qq.quant_state_dict(trainer)
+        qq.load_quant_state_dict(trainer, state)
+        qq.export_checkpoint(trainer, tmp_path / "made", dialect="modelopt", activations="observed")
+        qq.dequantize_checkpoint(tmp_path / "made", tmp_path / "plain")
+        qq.quantize_checkpoint(tmp_path / "plain", tmp_path / "again", dialect="compressed-tensors")
+        qq.convert_dialect(tmp_path / "made", tmp_path / "other", dialect="compressed-tensors")
+        rollout = qq.load_rollout(tmp_path / "made", activation_scale="static")
+        model = qq.load_model(tmp_path / "made")
+        buckets = list(qq.bucketed(qq.export_weights(trainer, "compressed-tensors"), 1 << 20))
+        qq.update_weights(rollout, qq.unbucketed(buckets))
+        assert qq.verify(trainer, tmp_path / "made").ok
+    wanted = qq.load_rollout(tmp_path / "made", activation_scale="static")
+    for made, expected in ((rollout, wanted), (model, qq.load_model(tmp_path / "made"))):
+        everything = dict(made.named_buffers()) | dict(made.named_parameters())
+        assert {t.device.type for t in everything.values()} == {"cpu"}
+        assert_same_bits(made(ids).logits, expected(ids).logits)
+    assert qq.diagnose(model, wanted, ids).gap["delta_weight"].max == 0
+    with torch.device("meta"):
+        qq.gap_stats(*(torch.zeros(3, device="cpu"),) * 2)
