@@ -24,7 +24,7 @@ from quads_qat.formats import BLOCK_SIZE
 from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
 from quads_qat.residual import SyncState
 from quads_qat.scale_groups import ZERO3, ScaleGroup, activation_key, group_key, is_zero3, joined_group
-from quads_qat.selection import default_exclusion, first_match, in_scope
+from quads_qat.selection import default_exclusion, first_match, in_scope, patterns_of
 from quads_qat.sharding import cut_block
 
 STATE = "_quads_qat"
@@ -230,6 +230,7 @@ def select(
         else:
             elements = sum(p.numel() for p in module._parameters.values() if p is not None)
             conversion.skipped.append(Skipped(name, _kind(module), elements, reason))
+    _check_blocks(conversion, owners)
     _join_groups(conversion, groups)
     if not conversion.weights:
         skipped = "; ".join(f"{s.module or '(root)'}: {s.reason}" for s in conversion.skipped[:3])
@@ -365,17 +366,27 @@ def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> No
             f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "
             f"unquantized, or exclude {name.rpartition('.')[0]!r}"
         )
-    k_dim = -2 if layout is not None and layout.transposed else -1
-    k = weight.shape[k_dim]
-    if problem := cut_block(weight, k_dim):
+    if problem := cut_block(weight, -2 if layout is not None and layout.transposed else -1):
         raise ValueError(
             f"convert: {name} is sharded, and {problem}; cut it along its output dim, or leave it in high precision "
             f"with exclude=[{name.rpartition('.')[0]!r}]"
         )
-    if k % BLOCK_SIZE:
+
+
+def _check_blocks(conversion: Conversion, owners: dict[str, nn.Module]) -> None:
+    """All weights at once: who leaves out one of them meets the next."""
+    sizes = {
+        full: int(owners[w.module]._parameters[w.parameter].shape[-2 if w.format.transposed else -1])  # pyright: ignore[reportOptionalMemberAccess]
+        for full, w in conversion.weights.items()
+    }
+    if cut := [full for full, k in sizes.items() if k % BLOCK_SIZE]:
+        modules = dict.fromkeys(conversion.weights[full].module for full in cut)
+        others = {w.module for w in conversion.weights.values()} - modules.keys()
         raise ValueError(
-            f"convert: {name} has an input dim K of {k}, which is not a multiple of 16 (one NVFP4 block); pass "
-            f"exclude=[{name.rpartition('.')[0]!r}] to leave it in high precision"
+            f"convert: {cut[0]} has an input dim K of {sizes[cut[0]]}, which is not a multiple of 16 (one NVFP4 block)"
+            + (f"; nor is that of {len(cut) - 1} more" if len(cut) > 1 else "")
+            + f"; pass exclude={patterns_of([*modules], others)} to leave {'them' if len(cut) > 1 else 'it'} in high "
+            "precision"
         )
 
 

@@ -8,11 +8,14 @@ from torch import nn
 
 from quads_qat.config import Mode
 from quads_qat.conversion import Skipped, conversion_of
+from quads_qat.name_ranges import shortened
 
 
 @dataclass(frozen=True)
 class Coverage:
     """Which weights are quantized, which are not and why, and what shares a scale.
+
+    Printed, names that differ in numbers alone are one: ``layers.0-27.mlp.down_proj``. The attributes have them all.
 
     Attributes:
         quantized: parameter name -> (elements, scale group).
@@ -39,15 +42,29 @@ class Coverage:
     def __str__(self) -> str:
         lines = [
             f"quantized: {len(self.quantized)} weights, {self.quantized_elements:,} elements, {self.fraction:.1%} "
-            "of all"
+            "of all; names in one pair of braces share a scale"
         ]
-        lines += [
-            f"  {group}: {', '.join(n.rpartition('.')[0] if n.endswith('.weight') else n for n in names)}"
-            for group, names in self.groups.items()
-        ]
+        lines += [f"  {names}" for names in shortened(map(_sharing, self.groups.values()))]
         lines.append(f"not quantized: {len(self.skipped)} modules")
-        lines += [f"  {s.module or '(root)'} ({s.kind}, {s.elements:,}): {s.reason}" for s in self.skipped]
+        alike: dict[tuple[str, int, str], list[str]] = {}
+        for s in self.skipped:
+            alike.setdefault((s.kind, s.elements, s.reason), []).append(s.module)
+        for (kind, elements, reason), modules in alike.items():
+            lines += [
+                f"  {name or '(root)'} ({kind}, {elements:,}{'' if name in modules else ' each'}): {reason}"
+                for name in shortened(modules)
+            ]
         return "\n".join(lines)
+
+
+def _sharing(names: list[str]) -> str:
+    """The weights of a scale group as one name: ``layers.0.{q_proj,k_proj}``."""
+    modules = [name.removesuffix(".weight").removesuffix(".base_layer") for name in names]
+    parents = {name.rpartition(".")[0] for name in modules}
+    if len(modules) == 1 or len(parents) > 1:
+        return modules[0] if len(modules) == 1 else f"{{{', '.join(modules)}}}"
+    leaves = ",".join(name.rpartition(".")[2] for name in modules)
+    return ".".join(filter(None, [*parents, f"{{{leaves}}}"]))
 
 
 def coverage(model: nn.Module) -> Coverage:

@@ -8,7 +8,7 @@ in high precision.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from quads_qat.config import Scope
@@ -63,3 +63,18 @@ def matches(name: str, pattern: str) -> bool:
 def first_match(name: str, patterns: Sequence[str]) -> str | None:
     """The first of ``patterns`` that means ``name``, or None."""
     return next((p for p in patterns if matches(name, p)), None)
+
+
+def patterns_of(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Patterns that mean all of ``names`` and none of ``others``: globs over numbers, and names where these mean more.
+
+    >>> patterns_of(["layers.0.q", "layers.1.q", "layers.1.k"], ["layers.0.k"])
+    ['layers.*.q', 'layers.1.k']
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    found: list[str] = []
+    for glob, named in alike.items():
+        found += named if len(named) == 1 or any(matches(other, glob) for other in others) else [glob]
+    return found

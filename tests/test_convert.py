@@ -154,6 +154,19 @@ def test_k_that_is_no_multiple_of_16_is_an_error_that_names_the_weight_and_the_w
     assert quantized(qq.convert(model, "w4a16", exclude=["layers.0.up_proj"])) == {"down_proj"}
 
 
+def test_all_such_weights_are_named_at_once():
+    names = [f"layers.{i}.mlp.{leaf}" for i in (0, 1) for leaf in ("gate_proj", "up_proj", "down_proj")]
+    model = tree({name: nn.Linear(32 if name == "layers.0.mlp.down_proj" else 40, 32) for name in names})
+    with pytest.raises(
+        ValueError, match="layers.0.mlp.gate_proj.weight has an input dim K of 40, .*; nor is that of 4 more"
+    ):
+        qq.convert(model, "w4a16")
+    exclude = ["layers.*.mlp.gate_proj", "layers.*.mlp.up_proj", "layers.1.mlp.down_proj"]
+    with pytest.raises(ValueError, match=re.escape(f"pass exclude={exclude} to leave them in high precision")):
+        qq.convert(model, "w4a16")
+    assert quantized(qq.convert(model, "w4a16", exclude=exclude)) == {"layers.0.mlp.down_proj"}
+
+
 def test_an_integer_weight_is_an_error_that_names_it():
     model = linears("fc")
     model.get_submodule("fc").weight = nn.Parameter(torch.zeros(16, 32, dtype=torch.int8), requires_grad=False)
@@ -349,12 +362,19 @@ def test_coverage_reads_as_a_report():
     model = qq.convert(ListModel(), "w4a16", exclude=["layers.1"])
     text = str(qq.coverage(model))
     assert "quantized: 12 weights, 18,432 elements, 49.7% of all" in text
-    assert (
-        "  layers.0.mlp.experts.3.{gate_proj,up_proj}: layers.0.mlp.experts.3.gate_proj, layers.0.mlp.experts.3.up_proj"
-        in text
-    )
-    assert "  layers.0.mlp.gate (Linear, 128): router or gate" in text
-    assert "  layers.1.mlp.experts.3.up_proj (Linear, 1,536): excluded by 'layers.1'" in text
+    lines = text.splitlines()
+    assert "  layers.0.mlp.experts.0-3.{gate_proj,up_proj}" in lines
+    assert "  layers.0.mlp.experts.0-3.down_proj" in lines
+    assert "  layers.0.mlp.gate (Linear, 128): router or gate" in lines
+    assert "  layers.1.mlp.experts.0-3.up_proj (Linear, 1,536 each): excluded by 'layers.1'" in lines
+
+
+def test_coverage_names_the_weights_of_a_rule_in_braces():
+    model = tree({"a.fc": nn.Linear(16, 16), "b.fc": nn.Linear(16, 16), "head.out": nn.Linear(16, 16)})
+    lines = str(qq.coverage(qq.convert(model, "w4a16", groups=[r"(a|b)\.fc"]))).splitlines()
+    assert lines[1:] == ["  a.fc", "  b.fc", "  head.out", "not quantized: 0 modules"]
+    model = qq.convert(qq.revert(model), "w4a16", groups=[r"\w\.(fc)"])
+    assert str(qq.coverage(model)).splitlines()[1:3] == ["  {a.fc, b.fc}", "  head.out"]
 
 
 def test_print_shows_what_was_converted():
