@@ -157,9 +157,7 @@ def test_k_that_is_no_multiple_of_16_is_an_error_that_names_the_weight_and_the_w
 def test_all_such_weights_are_named_at_once():
     names = [f"layers.{i}.mlp.{leaf}" for i in (0, 1) for leaf in ("gate_proj", "up_proj", "down_proj")]
     model = tree({name: nn.Linear(32 if name == "layers.0.mlp.down_proj" else 40, 32) for name in names})
-    with pytest.raises(
-        ValueError, match="layers.0.mlp.gate_proj.weight has an input dim K of 40, .*; nor is that of 4 more"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj\.weight has .*; nor is that of 4 more"):
         qq.convert(model, "w4a16")
     exclude = ["layers.*.mlp.gate_proj", "layers.*.mlp.up_proj", "layers.1.mlp.down_proj"]
     with pytest.raises(ValueError, match=re.escape(f"pass exclude={exclude} to leave them in high precision")):
