@@ -33,7 +33,7 @@ def test_only_linears_are_streamed_and_only_few_rows(m: int, shape: tuple[int, i
     of_experts = grouped_configuration(m, *shape, experts, terms, False, True)
     assert not (isinstance(of_experts, Hopper) and of_experts.stream)
     of_linear = configuration(m, *shape, terms, 132, False, True)
-    assert not (isinstance(of_linear, Hopper) and of_linear.stream and not 64 < m <= 1024)
+    assert not (isinstance(of_linear, Hopper) and of_linear.stream and not 64 < m <= 3072)
 
 
 @given(st.integers(65, 1024), SHAPES, st.sampled_from([1, 2]))

@@ -141,7 +141,6 @@ def _wide(m: int, n: int, k: int, terms: int, processors: int) -> Wide:
 
 
 _ONE_TERM, _TWO_TERMS = Hopper(128, 256, 3), Hopper(128, 128, 3, decoders=8)
-_MOST_STREAMED = 1024  # rows of x
 _MOST_ON_HOPPER = {1: 1024, 2: 3072}
 
 # Microseconds on an H200. Of a stream: K_STEP elements of K of a tile; besides; more for each program of a tile.
@@ -151,8 +150,9 @@ _STREAMS = {
 }
 _WHOLE = {1: (_ONE_TERM, 3.23), 2: (_TWO_TERMS, 3.12)}  # K_STEP elements of K of a tile
 _WIDE = 0.0084  # an element of K of a tile of the wide kernel, of which two run at a time
-# Decoding first, then cuBLAS: a weight; a weight and row; besides; an element of a second product.
-_DECODING, _MULTIPLYING, _LAUNCHES, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, {1: 6.0, 2: 14.0}, 1.1e-5
+# Decoding first, then cuBLAS: a weight; a weight and row, at least so much a weight; besides; an element of a second
+# product.
+_DECODING, _MULTIPLYING, _READING, _LAUNCHES, _ADDING = 2.5625 / 4.1e6, 2 / 7.9e8, 6e-7, {1: 6.0, 2: 14.0}, 1.1e-5
 
 
 def _hopper(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | None:
@@ -161,7 +161,7 @@ def _hopper(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | Non
         return None
     whole, step = _WHOLE[terms]
     times: dict[Hopper | None, float] = {whole: cdiv(_tiles(whole, m, n), processors) * k / K_STEP * step + 2}
-    for stream, step, besides, sharing in _STREAMS[terms] if m <= _MOST_STREAMED else ():
+    for stream, step, besides, sharing in _STREAMS[terms] if m <= _MOST_ON_HOPPER[terms] else ():
         tiles = _tiles(stream, m, n)
         programs = min(tiles * k // K_STEP, processors)
         times[stream] = cdiv(tiles * k // K_STEP, programs) * step + besides + sharing * programs / tiles
@@ -169,7 +169,7 @@ def _hopper(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | Non
         wide = _wide(m, n, k, terms, processors)
         times[None] = cdiv(cdiv(n, wide.rows) * wide.splits, 2 * processors) * k / wide.splits * _WIDE + 5
     else:
-        times[None] = 1.12 * n * k * (_DECODING + m * terms * _MULTIPLYING) + _LAUNCHES[terms]
+        times[None] = n * k * (_DECODING + terms * max(m * _MULTIPLYING, _READING)) + _LAUNCHES[terms]
         times[None] += m * n * _ADDING if terms == 2 else 0
     return min(times, key=lambda tiles: times[tiles])
 
