@@ -251,6 +251,10 @@ def _way_out(missing: list[str], unexpected: list[str]) -> str:
             "these are names of a model with adapters; merge first: `with quads_qat.integrations.peft.merged(model) as "
             "plain:` sync export_weights(plain)"
         )
+    if missing and any(name.startswith(("_orig_mod.", "module.")) for name in unexpected):
+        return "these are names of a wrapper (torch.compile, DDP); send those of the model inside: export_weights does"
+    if missing and any(name.endswith("_qdata") for name in unexpected):
+        return "this is the state_dict of a rollout, which rollout.load_state_dict takes"
     if missing:
         return "send the whole model, or pass strict=False"
     return "drop what the rollout has no place for, or pass strict=False, which ignores it"

@@ -291,6 +291,19 @@ def test_a_dialect_that_the_recipe_does_not_go_with_is_refused(recipe: str, dial
         qq.update_weights(model, packed(trainer("list"), dialect))
 
 
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        (lambda: torch.compile(trainer()).state_dict(), r"names of a wrapper \(torch.compile, DDP\)"),
+        (lambda: {f"module.{n}": t for n, t in trainer().state_dict().items()}, "names of a wrapper"),
+        (lambda: rollout(seed=2).state_dict(), r"a rollout, which rollout\.load_state_dict takes; nothing was changed"),
+    ],
+)
+def test_the_state_of_another_kind_of_model_is_told(states: Callable[[], dict[str, Tensor]], message: str):
+    with pytest.raises(ValueError, match=message):
+        qq.update_weights(rollout(), states())
+
+
 def test_only_rollouts_are_synced():
     with pytest.raises(ValueError, match=r"this model is a trainer \(mode 'w4a16'\), whose weights load_state_dict"):
         qq.update_weights(trainer("list"), {})
