@@ -161,7 +161,7 @@ def _hopper(m: int, n: int, k: int, terms: int, processors: int) -> Hopper | Non
         return None
     whole, step = _WHOLE[terms]
     times: dict[Hopper | None, float] = {whole: cdiv(_tiles(whole, m, n), processors) * k / K_STEP * step + 2}
-    for stream, step, besides, sharing in _STREAMS[terms] if m <= _MOST_ON_HOPPER[terms] else ():
+    for stream, step, besides, sharing in _STREAMS[terms]:
         tiles = _tiles(stream, m, n)
         programs = min(tiles * k // K_STEP, processors)
         times[stream] = cdiv(tiles * k // K_STEP, programs) * step + besides + sharing * programs / tiles
