@@ -74,8 +74,8 @@ def coverage(model: nn.Module) -> Coverage:
     for name, weight in conversion.weights.items():
         module = root.get_submodule(weight.module)
         rollout = conversion.mode is Mode.W4A4_RESIDUAL
-        while "base_layer" in module._modules:  # wrapped by adapters, one layer for each parameter
-            module = module.get_submodule("base_layer")
+        while wrapped := {"base_layer", "original_module"} & module._modules.keys():  # by PEFT, once for each parameter
+            module = module.get_submodule(wrapped.pop())
         shape = module.packed(weight.parameter).shape if rollout else module._parameters[weight.parameter].shape  # pyright: ignore
         quantized[name] = (shape.numel(), weight.group)
         groups.setdefault(weight.group, []).append(name)

@@ -12,6 +12,7 @@ import torch
 from adapter_training import (
     BOTH,
     DISPATCHES,
+    LINEARS,
     ORDERS,
     RECIPE,
     base_model,
@@ -20,6 +21,7 @@ from adapter_training import (
     randomized,
     train,
     trainer,
+    with_adapters,
     with_merged_weights,
 )
 from bits import assert_same_bits
@@ -83,12 +85,21 @@ def test_attention_and_experts_together_in_either_order(order: str, dispatch: st
         assert_same_bits(logits(model), logits(qq.revert(copy.deepcopy(whole))))
 
 
-def test_peft_first_leaves_the_record_of_convert_first():
-    found = [qq.coverage(trainer(order)) for order in ("convert first", "peft first")]
-    assert found[0].quantized == found[1].quantized
-    assert found[0].groups == found[1].groups
-    assert {s.module for s in found[0].skipped} == {s.module for s in found[1].skipped}
-    assert not any("lora" in name or "base_layer" in name for name in found[1].quantized)
+RECORDED: dict[str, dict[str, Any]] = {
+    "linears and experts": BOTH,
+    "copies": LINEARS | {"modules_to_save": ["lm_head", "norm", "embed_tokens"]},
+    "tokens": LINEARS | {"trainable_token_indices": [1, 2]},
+    "an embedding": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("what", RECORDED)
+def test_peft_first_leaves_the_record_of_convert_first(what: str):
+    models = [with_adapters(order, base_model(), **RECORDED[what], r=4) for order in ("convert first", "peft first")]
+    found = [qq.coverage(trained) for trained in models]
+    assert found[0] == found[1]
+    assert len(found[0].skipped) == 4  # embedding, head and two routers
+    assert qq.contract_of(models[0]) == qq.contract_of(models[1])
 
 
 def test_a_stack_is_merged_in_pieces_with_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch):

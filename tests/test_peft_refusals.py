@@ -149,3 +149,31 @@ def test_stacks_that_are_sharded_on_experts_are_refused(dispatch: str):
             run_experts(layer, inputs)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("saved", ["o_proj", "mlp"])
+def test_what_is_quantized_is_no_module_to_save(saved: str):
+    """Its copy would be quantized apart from the weights that share its scale, and be exported by nobody."""
+    options = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
+    said = (
+        rf".*model.layers.0.*{saved} is quantized, and trained in full as a copy \(modules_to_save\); name its linears "
+        rf"in target_modules, or convert with exclude=\['\*\.{saved}\*'\]"
+    )
+    model = qq.convert(get_peft_model(base_model(), LoraConfig(**options)), "w4a16")
+    with pytest.raises(ValueError, match=f"quantize_merged: {said}"):
+        quantize_merged(model)
+    first = with_adapters("convert first", base_model(), **options)
+    assert "o_proj" in str(qq.coverage(first))
+    with pytest.raises(ValueError, match=f"merged: {said}"), merged(first):
+        pass
+    with first.disable_adapter(), merged(first) as plain:  # the original
+        assert len(dict(qq.export_weights(plain, "modelopt"))) > 30
+    way_out = {"mode": "w4a16", "exclude": [f"*.{saved}*"]}
+    trained = [
+        get_peft_model(qq.convert(base_model(), **way_out), lora_config(**options)),
+        quantize_merged(qq.convert(get_peft_model(base_model(), LoraConfig(**options)), **way_out)),
+    ]
+    assert qq.coverage(trained[0]) == qq.coverage(trained[1])
+    for model in trained:
+        with merged(model) as plain:
+            assert sum(name.endswith("weight_scale") for name, _ in qq.export_weights(plain, "modelopt")) > 5

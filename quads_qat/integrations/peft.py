@@ -34,6 +34,7 @@ from quads_qat.config import Mode
 from quads_qat.conversion import STATE, Conversion, conversion_of
 from quads_qat.experts import W4A16Experts
 from quads_qat.integrations.peft_layers import (
+    AuxiliaryTrainingWrapper,  # pyright: ignore
     BaseTunerLayer,  # pyright: ignore
     LoraConfig,  # pyright: ignore
     LoraLinear,  # pyright: ignore
@@ -48,6 +49,9 @@ from quads_qat.linear import W4A16Linear
 from quads_qat.residual import ResidualCompensatedLinear
 
 M = TypeVar("M", bound=nn.Module)
+
+_PLACES = ("base_layer", "original_module", "token_adapter")
+"""Where PEFT puts what it wraps."""
 
 _OURS = {LoraLinear: QuantizedLoraLinear, ParamWrapper: QuantizedLoraExperts}
 
@@ -83,8 +87,8 @@ def quantize_merged(model: M) -> M:
         ``model`` itself.
 
     Raises:
-        ValueError: not converted, or a rollout; adapters that cannot be merged (dropout, DoRA, w4a4). ``model`` is
-            unchanged then.
+        ValueError: not converted, or a rollout; adapters that cannot be merged (dropout, DoRA, w4a4); a module of
+            ``modules_to_save`` that is quantized. ``model`` is unchanged then.
     """
     root, conversion = conversion_of(model, "quantize_merged")
     if conversion.mode is not Mode.W4A16:
@@ -95,12 +99,15 @@ def quantize_merged(model: M) -> M:
         if isinstance(base, W4A16Linear | W4A16Experts):
             _require_mergeable(name, m, base)
             plain.append((name, m))
+        elif isinstance(m, ModulesToSaveWrapper):
+            _refuse_quantized_copy("quantize_merged", name, m)
     for _, layer in plain:
         layer.__class__ = _OURS[type(layer)]
         layer._attach()
     if hasattr(root, "get_base_model"):
         base: Any = root.get_base_model()  # pyright: ignore[reportCallIssue]
         prefix = next(f"{name}." for name, m in root.named_modules() if m is base)
+        _drop_what_peft_added(root, conversion)
         _rename(conversion, prefix)
         base.__dict__[STATE] = root.__dict__.pop(STATE)
     return model
@@ -127,17 +134,44 @@ def _require_mergeable(name: str, layer: Any, base: W4A16Linear | W4A16Experts) 
             )
 
 
+def _refuse_quantized_copy(who: str, name: str, layer: Any) -> None:
+    """A copy that is trained in full has left its scale group, and is not the module that an export knows."""
+    if any(isinstance(m, W4A16Linear | W4A16Experts) for m in layer.modules()):
+        leaf = name.rpartition(".")[2]
+        raise ValueError(
+            f"{who}: {name} is quantized, and trained in full as a copy (modules_to_save); name its linears in "
+            f"target_modules, or convert with exclude=['*.{leaf}*']"
+        )
+
+
+def _drop_what_peft_added(root: nn.Module, conversion: Conversion) -> None:
+    """Leave the base model's own modules in the record: adapters and copies are no part of it."""
+    wrappers = {n for n, m in root.named_modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)}
+
+    def is_own(name: str) -> bool:
+        parts = name.split(".")
+        inside = (part for i, part in enumerate(parts) if ".".join(parts[:i]) in wrappers)
+        return all(part in _PLACES for part in inside)
+
+    conversion.skipped = [skipped for skipped in conversion.skipped if is_own(skipped.module)]
+
+
 def _rename(conversion: Conversion, prefix: str) -> None:
-    """Give everything in the record the names of the base model, adapters left out."""
+    """Give everything in the record the names of the base model."""
 
     def plain(name: str) -> str:
-        return name.removeprefix(prefix).replace(".base_layer", "")
+        name = name.removeprefix(prefix)
+        for place in _PLACES:
+            name = name.replace(f".{place}", "")
+        return name
 
     conversion.weights = {
         plain(full): replace(weight, module=plain(weight.module), group=plain(weight.group))
         for full, weight in conversion.weights.items()
     }
-    conversion.skipped = [replace(s, module=plain(s.module)) for s in conversion.skipped if s.reason != "adapter"]
+    conversion.skipped = [
+        replace(s, module=plain(s.module), reason=s.reason.replace(prefix, "")) for s in conversion.skipped
+    ]
     for group in conversion.groups.values():
         group.name = plain(group.name)
         group.members = [(module, parameter, plain(full)) for module, parameter, full in group.members]
@@ -163,7 +197,7 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
 
     Raises:
         ValueError: not converted; adapters other than :class:`QuantizedLora`, which did not train what would be
-            exported.
+            exported; a quantized copy of ``modules_to_save``.
     """
     root, _ = conversion_of(model, "merged")
     places = [
@@ -181,6 +215,9 @@ def merged(model: nn.Module) -> Iterator[nn.Module]:
             f"merged: the adapter of {other} does not train a quantized merged weight; make adapters with "
             "quads_qat.integrations.peft.lora_config, or call quantize_merged(model) before training"
         )
+    for name, m in root.named_modules():
+        if isinstance(m, ModulesToSaveWrapper) and _in_use(m) is not m.original_module:  # pyright: ignore
+            _refuse_quantized_copy("merged", name, m)
     ours: list[QuantizedLora] = []
     config: Any = getattr(root, "config", None)
     copied = any(isinstance(layer, ModulesToSaveWrapper) for _, _, layer in places)

@@ -27,6 +27,7 @@ try:
     from peft.tuners.tuners_utils import BaseTunerLayer as BaseTunerLayer  # pyright: ignore
     from peft.tuners.tuners_utils import check_adapters_to_merge  # pyright: ignore
     from peft.utils import ModulesToSaveWrapper as ModulesToSaveWrapper  # pyright: ignore
+    from peft.utils.other import AuxiliaryTrainingWrapper as AuxiliaryTrainingWrapper  # pyright: ignore
 except ImportError as error:
     raise ImportError(
         f"quads_qat.integrations.peft needs peft {OLDEST[0]}.{OLDEST[1]} or newer: pip install peft ({error})"
