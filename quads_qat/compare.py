@@ -229,7 +229,9 @@ def _contract_difference(first: Checkpoint, second: Checkpoint) -> str:
     if a is None or b is None:
         return "" if a is b else f"only the {'second' if a is None else 'first'} has a quads_qat entry"
     found = a.differences(b, modules=False)  # of these there are rows
-    found += [f"rollout: {a.rollout} against {b.rollout}"] if a.rollout != b.rollout else []
+    if a.rollout != b.rollout:
+        recorded = [str(contract.rollout or "not recorded") for contract in (a, b)]
+        found.append("rollouts: {} against {}".format(*recorded))
     return "; ".join(found)
 
 

@@ -56,6 +56,10 @@ class RolloutPolicy:
     activation: ActivationFormat = field(default_factory=ActivationFormat)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
 
+    def __str__(self) -> str:
+        residual = " ".join(f"{key} {value}" for key, value in asdict(self.residual).items())
+        return f"activations {self.activation.scale} ({self.activation.recipe}), residual {residual}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
@@ -120,7 +124,7 @@ class Contract:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of config.json."""
+        """The entry of config.json: a dict that JSON holds, as messages do; :meth:`from_json` undoes it."""
         rollout = None
         if self.rollout is not None:
             residual = {k: getattr(v, "value", v) for k, v in asdict(self.rollout.residual).items()}
@@ -147,7 +151,7 @@ class Contract:
         }
 
     @classmethod
-    def from_json(cls, entry: Any, where: str) -> Contract:
+    def from_json(cls, entry: Any, where: str = "Contract.from_json") -> Contract:
         """Undo :meth:`to_json`.
 
         Raises:

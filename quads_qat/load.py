@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -130,29 +130,22 @@ def rollout_policy(
             chosen = expected
         elif chosen is None or told(chosen) != told(expected):
             raise ValueError(
-                f"{checkpoint.reader.path}: another contract: rollouts of this checkpoint do {_readable(chosen)}, "
-                f"expected {_readable(expected)}; pass residual=, activation_scale= or activation_recipe=, each for "
-                "its own part, to say what this one does"
+                f"{checkpoint.reader.path}: another contract: rollouts of this checkpoint have "
+                f"{chosen or 'activations untouched'}, expected are {expected}; pass residual=, activation_scale= or "
+                "activation_recipe=, each for its own part, to say what this one does"
             )
     unsaid = recorded is None and expected is None and residual is None and not checkpoint.weights_only
     if chosen is not None:
         chosen = told(chosen)
     if unsaid and chosen is not None and not weights_only:
         warnings.warn(
-            f"{checkpoint.reader.path} does not record what rollouts do with activations; this one takes their scale "
-            f"{chosen.activation.scale} and compensates {chosen.residual.fraction:.0%} of the channels per "
-            f"{chosen.residual.scope}. Pass residual= (--fraction), or record it: residual= at export (quantize: "
-            "--residual-fraction)",
+            f"{checkpoint.reader.path} does not record what rollouts do with activations; this one takes "
+            f"activation_scale='{chosen.activation.scale}' and compensates {chosen.residual.fraction:.0%} of the "
+            f"channels (scope='{chosen.residual.scope}'). Pass residual= (diagnose: --fraction), or record it: "
+            "export_checkpoint(..., residual=...), quantize --residual-fraction",
             stacklevel=3,
         )
     return (None, None) if chosen is None or weights_only else (chosen.activation, chosen.residual)
-
-
-def _readable(policy: RolloutPolicy | None) -> str:
-    if policy is None:
-        return "nothing to activations"
-    residual = " ".join(f"{key} {value}" for key, value in asdict(policy.residual).items())
-    return f"activations {policy.activation.scale} ({policy.activation.recipe}), residual {residual}"
 
 
 def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> None:

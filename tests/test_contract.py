@@ -90,7 +90,7 @@ def with_entry(path: Path, target: Path, change: Callable[[Any], Any]) -> Path:
 
 @given(contracts)
 def test_json_and_back(contract: Contract) -> None:
-    assert Contract.from_json(json.loads(json.dumps(contract.to_json())), "here") == contract
+    assert Contract.from_json(json.loads(json.dumps(contract.to_json()))) == contract
 
 
 @given(contracts, contracts)
@@ -266,7 +266,7 @@ def test_another_contract_is_refused(exported: Path, tmp_path: Path) -> None:
     other = with_entry(exported, tmp_path / "other", lambda e: e | {"rollout": None})
     qq.load_rollout(other, contract=expected)  # a W4A16 trainer expects nothing of activations
     with pytest.raises(
-        ValueError, match=r"another contract: rollouts of this checkpoint do .*0\.5.*, expected .*0\.25"
+        ValueError, match=r"another contract: rollouts of this checkpoint have .*0\.5.*, expected are .*0\.25"
     ) as refused:
         qq.load_rollout(other, contract=contract_of(exported))
     assert "RolloutPolicy(" not in str(refused.value)
@@ -300,7 +300,9 @@ def test_a_rollout_of_a_w4a16_checkpoint_takes_the_rest_of_the_policy_from_the_c
     assert contract_of(qq.load_rollout(path, weights_only=True, contract=contract)).rollout is None
     activation, residual = settings(path, contract=contract, activation_scale="per_tensor")
     assert (activation.scale, residual) == (ActivationScale.PER_TENSOR, ResidualConfig(fraction=0.25))
-    with pytest.raises(ValueError, match=r"do nothing to activations, expected .*0\.25.*residual=.*activation_recipe="):
+    with pytest.raises(
+        ValueError, match=r"have activations untouched, expected are .*0\.25.*residual=.*activation_recipe="
+    ):
         qq.load_rollout(path, contract=contract)
 
 

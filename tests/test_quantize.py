@@ -323,8 +323,10 @@ def test_what_rollouts_do_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [qq.load_rollout, AutoModelForCausalLM.from_pretrained], ids=["ours", "transformers"])
 def test_what_no_file_records_is_said_once(read: Any) -> None:
     peer = CHECKPOINTS / "modelopt" / "qwen3moe-nvfp4"
-    said = r"does not record what rollouts do .* scale per_token and compensates 50% of the channels per token\. Pass"
-    said += r" residual= \(--fraction\), or record it: residual= at export \(quantize: --residual-fraction\)"
+    said = (
+        r"does not record what rollouts do .*_scale='per_token' and compensates 50% of the channels \(scope='token'\)"
+    )
+    said += r"\. Pass residual= \(diagnose: --fraction\), or record it: export_checkpoint\(\.\.\., residual=\.\.\.\)"
     with pytest.warns(UserWarning, match=said) as seen:
         read(peer)
     assert sum("does not record" in str(w.message) for w in seen) == 1

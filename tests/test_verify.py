@@ -384,6 +384,9 @@ def test_the_dialects_of_one_model_do_not_differ(checkpoint: Any) -> None:
         assert list(qq.diff(*(checkpoint(dialect, activations) for dialect in Dialect))) == []
 
 
+POLICY = {"activation_scale": "per_token", "activation_recipe": "aligned", "residual": {"fraction": 0.25}}
+
+
 def test_differences_print_in_words(checkpoint: Any, tmp_path: Path) -> None:
     path = checkpoint("modelopt")
     same = qq.diff(path, path)
@@ -395,6 +398,9 @@ def test_differences_print_in_words(checkpoint: Any, tmp_path: Path) -> None:
     assert head == f"{len(norms)} tensors differ:"
     assert [line.split(":")[0].strip() for line in lines] == [row["name"] for row in rows] == sorted(norms)
     assert all(" elements, first at (0,): " in line for line in lines)
+    recorded = with_json(path, tmp_path / "told", "config.json", lambda c: c["quads_qat"].update(rollout=POLICY))
+    said = "  config.json: rollouts: not recorded against activations per_token (aligned), residual fraction 0.25"
+    assert str(qq.diff(path, recorded)).splitlines()[1].startswith(f"{said} scope token norm l2")
     scales = qq.diff(path, checkpoint("modelopt", "none"))
     assert scales.only_activation_scales
     assert str(scales).startswith(f"weights are the same, bit for bit; {len(scales)} activation scales differ, the fi")
@@ -503,7 +509,7 @@ def test_rows_for_scales_damage_and_contracts(checkpoint: Any, tmp_path: Path) -
     )
     (row,) = qq.diff(path, tmp_path / "told")
     assert row["name"] == "config.json"
-    assert row["difference"].startswith("rollout: None against RolloutPolicy(")
+    assert row["difference"].startswith("rollouts: not recorded against activations per_token (aligned), residual ")
     foreign = with_json(path, tmp_path / "foreign", "config.json", lambda c: c.pop("quads_qat"))
     assert list(qq.diff(path, foreign)) == [
         {"name": "config.json", "difference": "only the first has a quads_qat entry"}
