@@ -248,7 +248,10 @@ def read(
             block_scale.view(torch.uint8).mT.contiguous().view(block_scale.dtype),
         )
     p = scale if dialect is Dialect.MODELOPT else scale.reciprocal()
-    return NVFP4Tensor(qdata, block_scale, p, recipe, scale if recipe is Recipe.LLM_COMPRESSOR else p)
+    try:
+        return NVFP4Tensor(qdata, block_scale, p, recipe, scale if recipe is Recipe.LLM_COMPRESSOR else p)
+    except ValueError as error:
+        raise ValueError(f"{names.qdata} and {names.block_scale} do not go together: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON

@@ -70,11 +70,11 @@ class Checkpoint:
 
     @property
     def export_dtype(self) -> torch.dtype:
-        """What the weights were cast to before they were quantized; where nothing records it, config.json's dtype."""
+        """What weights were cast to before they were quantized; where nothing records it, config.json's or the files'."""
         if self.contract is not None and self.contract.export_dtype is not None:
             return self.contract.export_dtype
         config = self.reader.config
-        return cast_of(config.get("dtype") or config.get("torch_dtype"))
+        return cast_of(config.get("dtype") or config.get("torch_dtype") or self.reader.dtype())
 
     def quantized(self) -> list[str]:
         """BF16 names (``x.weight`` or a 3-D ``x.gate_up_proj``) of all quantized weights, by the tensor names alone."""
@@ -96,11 +96,15 @@ class Checkpoint:
         tensors = {n: self.reader.get(n) for n in self.tensor_names(name).weight if n in self.reader}
         stack = not name.endswith(".weight") if transposed is None else transposed
         here = self.renamed.get(name, name)
-        q = dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
+        try:
+            q = dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
+        except ValueError as error:
+            raise ValueError(f"{self.reader.path}: {error}") from None
         if self.recipe is Recipe.ALIGNED and math.frexp(q.per_tensor_scale.item())[0] != 0.5:
             raise ValueError(
-                f"{self.tensor_names(name).scale} must be a power of two, as the recipe 'aligned' in config.json makes "
-                f"it, got {tensors[self.tensor_names(name).scale].item()}; the tensor or config.json was changed"
+                f"{self.reader.path}: {self.tensor_names(name).scale} must be a power of two, as the recipe 'aligned' in "
+                f"config.json makes it, got {tensors[self.tensor_names(name).scale].item()}; the tensor or config.json "
+                "was changed"
             )
         return q
 

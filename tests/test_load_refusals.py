@@ -87,7 +87,7 @@ TENSORS: dict[str, tuple[Path, str, Callable[[Tensor], Tensor | None], str]] = {
         MODELOPT,
         f"{DENSE}.weight",
         lambda t: t[:, :-1].contiguous(),
-        "qdata must be .* and block_scale",
+        rf"damaged: {DENSE}\.weight and {DENSE}\.weight_scale do not go together: .*qdata must be .* and block_scale",
     ),
     "norm missing": (MODELOPT, "model.norm.weight", left_out, "tensor model.norm.weight is missing"),
     "norm of another size": (
