@@ -91,6 +91,22 @@ def check_scales(who: str, x: Tensor, p: Tensor | None, tensor_amax: Tensor | No
         check_amax(who, tensor_amax)
 
 
+def check_quantize(
+    who: str,
+    x: Tensor,
+    per_tensor_scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    recipe: Recipe,
+    check_finite: bool | None,
+) -> None:
+    """``x``, its scale or amax, and by default on a CPU that it is finite."""
+    check_input(who, x)
+    check_scales(who, x, per_tensor_scale, tensor_amax, recipe)
+    if check_finite or (check_finite is None and can_look(x)):
+        way_out = "find the step that made them, or pass check_finite=False to turn their blocks into NaN"
+        require_finite(who, x, "x", way_out)
+
+
 def check_amax(who: str, tensor_amax: Tensor) -> None:
     """``tensor_amax`` is a floating tensor, finite and >= 0."""
     dtype = getattr(tensor_amax, "dtype", type(tensor_amax).__name__)
@@ -107,6 +123,26 @@ def check_values(who: str, name: str, scale: Tensor, valid: Tensor, rule: str) -
         raise ValueError(
             f"{who}: {name} must be {rule}, got {got}; let ops.{name.removeprefix('tensor_')}(x) compute it"
         )
+
+
+def check_scale_group(tensors: tuple[Tensor, ...]) -> None:
+    """The members that ``amax`` reduces: floating tensors of one dtype, on one device."""
+    if not tensors:
+        raise ValueError("amax: give at least one tensor, got none; pass the members of the scale group")
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"amax: members must be torch.Tensor, got {type(x).__name__}; unpack a list: amax(*members)"
+            )
+        if x.dtype not in FLOATS:
+            raise TypeError(
+                f"amax: tensors must be float32, bfloat16 or float16, got {x.dtype}; convert with x.to(torch.bfloat16)"
+            )
+        if x.dtype != tensors[0].dtype or x.device != tensors[0].device:
+            raise ValueError(
+                f"amax: the members of a scale group must share dtype and device, got {tensors[0].dtype} on "
+                f"{tensors[0].device} and {x.dtype} on {x.device}; convert them first"
+            )
 
 
 def check_amax_dims(tensors: tuple[Tensor, ...], dims: list[int]) -> None:

@@ -9,6 +9,7 @@ tensor cores multiply NVFP4 (sm_100, sm_120), W4A4 operands stay packed.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +153,7 @@ def quantizes_groups(x: Tensor, activation: ActivationFormat) -> bool:
     return activation.recipe is Recipe.ALIGNED and x.shape[-1] <= LONGEST_ROW
 
 
-def _pair(terms: Tensor) -> tuple[Tensor, Tensor | None]:
+def _pair(terms: Tensor | list[Tensor]) -> tuple[Tensor, Tensor | None]:
     """[T, M, K] -> the first term and the second, if there is one."""
     return terms[0], terms[1] if len(terms) == 2 else None
 
@@ -190,24 +191,30 @@ def linear_w4a16(x: Tensor, weight: NVFP4Tensor, bias: Tensor | None = None, off
     return out if bias is None else out + bias[activations.expert_of_rows(offs, len(x))].to(out.dtype)
 
 
-def _operand(q: NVFP4Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Codes of activations [M, K] as bf16, exact, and what their rows are still to be multiplied with, [M]."""
-    if q.recipe is Recipe.ALIGNED:  # a power of two: exact in bf16 as well
-        parts, p = (q.qdata, q.block_scale, q.per_tensor_scale, q.stored_scale), None
-    else:
-        one = torch.ones((), dtype=torch.float32, device=q.device)
-        parts, p = (q.qdata, q.block_scale, one, one), q.per_tensor_scale.reshape(-1).expand(rows)
-    return library.dequantize(*parts, Recipe.ALIGNED.value, torch.bfloat16, "triton"), p
+def _operand(q: NVFP4Tensor) -> Tensor:
+    """Codes times block scales of activations [M, K], exact in bf16: their rows are still to be scaled."""
+    one = torch.ones((), dtype=torch.float32, device=q.device)
+    return library.dequantize(q.qdata, q.block_scale, one, one, Recipe.ALIGNED.value, torch.bfloat16, "triton")
 
 
-def _quantized(x: Tensor, activation: ActivationFormat, input_amax: Tensor | None) -> NVFP4Tensor:
+def _quantized(
+    x: Tensor,
+    activation: ActivationFormat,
+    residual: ResidualConfig | None,
+    input_amax: Tensor | None,
+    mask: Tensor | None,
+) -> list[NVFP4Tensor]:
+    """``Q(x)`` and, where ``residual`` selects something, ``Q(m * (x - Q(x)))``."""
+    if residual is not None:
+        both = reference_matmul.residual_quantize(x, residual, activation, input_amax, mask)
+        return [q for q in both if q is not None]
     if activation.scale is ActivationScale.STATIC:
         amax = input_amax
     else:
         amax = library.amax([x], [-1] if activation.scale is ActivationScale.PER_TOKEN else None, "triton")
     recipe = activation.recipe
     qdata, block_scale, p, stored = library.quantize(x, None, amax, recipe.value, "triton")
-    return NVFP4Tensor(qdata, block_scale, p, recipe, stored if stored.numel() else p)
+    return [NVFP4Tensor(qdata, block_scale, p, recipe, stored if stored.numel() else p)]
 
 
 def linear_w4a4(
@@ -216,60 +223,33 @@ def linear_w4a4(
     bias: Tensor | None,
     activation: ActivationFormat,
     input_amax: Tensor | None,
+    residual: ResidualConfig | None = None,
+    mask: Tensor | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """``reference_matmul.linear_w4a4`` and, with ``offs``, of each expert, as far as :func:`quantizes_groups` goes."""
-    if _scaled_by_row(weight):
-        return reference_matmul.linear_w4a4(x.detach(), weight, bias, activation=activation, input_amax=input_amax)
-    rows = x.detach().reshape(-1, x.shape[-1])
-    if offs is None and _multiplies_fp4(x.device):
-        y = _native([_quantized(rows, activation, input_amax)], weight, bias, x.dtype)
-        return y.view(*x.shape[:-1], weight.shape[-2])
-    if activation.recipe is Recipe.ALIGNED:
-        ordered = _wants_order(rows, weight, activation, 1, offs)
-        groups = offs if shares_units(activation) else None
-        options = activation, None, input_amax, None, False, "triton", ordered, groups
-        terms, _ = activations.quantize_activation(rows, *options)
-        y = _multiply(*_pair(terms), weight, bias, None, offs, x.dtype, ordered)
-        return y.view(*x.shape[:-1], weight.shape[-2])
-    operand, p = _operand(_quantized(rows, activation, input_amax), len(rows))
-    p = None if p is None else p[None].contiguous()
-    y = _multiply(operand, None, weight, bias, p, offs, x.dtype)
-    return y.view(*x.shape[:-1], weight.shape[-2])
+    """``reference_matmul.linear_w4a4``, with ``residual`` its ``residual_linear``.
 
-
-def residual_linear(
-    x: Tensor,
-    weight: NVFP4Tensor,
-    residual: ResidualConfig,
-    bias: Tensor | None,
-    activation: ActivationFormat,
-    input_amax: Tensor | None,
-    mask: Tensor | None,
-    offs: Tensor | None = None,
-) -> Tensor:
-    """``reference_matmul.residual_linear`` and, with ``offs``, of each expert, as far as :func:`quantizes_groups` goes.
-
-    Both terms meet each tile of the weight while it is decoded: one pass over the weights.
+    With ``offs`` of each expert, as far as :func:`quantizes_groups` goes. Both terms of a residual meet each tile of
+    the weight while it is decoded: one pass over the weights.
     """
     if _scaled_by_row(weight):
-        options = {"activation": activation, "input_amax": input_amax, "mask": mask}
-        return reference_matmul.residual_linear(x.detach(), weight, residual, bias, **options)
+        options: dict[str, Any] = {"activation": activation, "input_amax": input_amax}
+        if residual is None:
+            return reference_matmul.linear_w4a4(x.detach(), weight, bias, **options)
+        return reference_matmul.residual_linear(x.detach(), weight, residual, bias, mask=mask, **options)
     rows = x.detach().reshape(-1, x.shape[-1])
-    if offs is None and _multiplies_fp4(x.device):
-        both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)
-        y = _native([q for q in both if q is not None], weight, bias, x.dtype)
-        return y.view(*x.shape[:-1], weight.shape[-2])
-    if activation.recipe is Recipe.ALIGNED:
+    native = offs is None and _multiplies_fp4(x.device)
+    if activation.recipe is Recipe.ALIGNED and not native:
         ordered = _wants_order(rows, weight, activation, activations.count_of_terms(residual, rows.shape[-1]), offs)
         groups = offs if shares_units(activation, residual, mask) else None
-        options = activation, residual, input_amax, mask, False, "triton", ordered, groups
-        terms, _ = activations.quantize_activation(rows, *options)
+        how = activation, residual, input_amax, mask, False, "triton", ordered, groups
+        terms, _ = activations.quantize_activation(rows, *how)
         y = _multiply(*_pair(terms), weight, bias, None, offs, x.dtype, ordered)
-        return y.view(*x.shape[:-1], weight.shape[-2])
-    both = reference_matmul.residual_quantize(rows, residual, activation, input_amax, mask)
-    operands = [_operand(q, len(rows)) for q in both if q is not None]
-    first, second = operands[0][0], operands[1][0] if len(operands) == 2 else None
-    scales = [p for _, p in operands if p is not None]
-    y = _multiply(first, second, weight, bias, torch.stack(scales) if scales else None, offs, x.dtype)
+    else:
+        packed = _quantized(rows, activation, residual, input_amax, mask)
+        if native:
+            y = _native(packed, weight, bias, x.dtype)
+        else:
+            scales = torch.stack([q.per_tensor_scale.reshape(-1).expand(len(rows)) for q in packed])
+            y = _multiply(*_pair([_operand(q) for q in packed]), weight, bias, scales, offs, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[-2])

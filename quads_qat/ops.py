@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads_qat import activations, checks, gemms, library, reference_matmul
+from quads_qat import activations, checks, gemms, library, no_gradient, reference_matmul
 from quads_qat.config import (
     ActivationFormat,
     Backend,
@@ -59,22 +59,7 @@ def amax(*tensors: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     >>> amax(torch.tensor([1.0, -3.0]), torch.tensor([2.0]))
     tensor(3.)
     """
-    if not tensors:
-        raise ValueError("amax: give at least one tensor, got none; pass the members of the scale group")
-    for x in tensors:
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"amax: members must be torch.Tensor, got {type(x).__name__}; unpack a list: amax(*members)"
-            )
-        if x.dtype not in checks.FLOATS:
-            raise TypeError(
-                f"amax: tensors must be float32, bfloat16 or float16, got {x.dtype}; convert with x.to(torch.bfloat16)"
-            )
-        if x.dtype != tensors[0].dtype or x.device != tensors[0].device:
-            raise ValueError(
-                f"amax: the members of a scale group must share dtype and device, got {tensors[0].dtype} on "
-                f"{tensors[0].device} and {x.dtype} on {x.device}; convert them first"
-            )
+    checks.check_scale_group(tensors)
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if dims is not None:
         checks.check_amax_dims(tensors, dims)
@@ -126,27 +111,12 @@ def quantize(
     (torch.Size([2, 16]), torch.Size([2, 2]), tensor(0.0005))
     """
     recipe = Recipe(recipe)
-    _check_quantize("quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
+    checks.check_quantize("quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     resolved = _resolve(backend, x)
     qdata, block_scale, p, stored = library.quantize(
         x.detach(), *_plain(per_tensor_scale, tensor_amax), recipe.value, resolved
     )
     return NVFP4Tensor(qdata, block_scale, p, recipe, stored if recipe in library.STORED_APART else p)
-
-
-def _check_quantize(
-    who: str,
-    x: Tensor,
-    per_tensor_scale: Tensor | None,
-    tensor_amax: Tensor | None,
-    recipe: Recipe,
-    check_finite: bool | None,
-) -> None:
-    checks.check_input(who, x)
-    checks.check_scales(who, x, per_tensor_scale, tensor_amax, recipe)
-    if check_finite or (check_finite is None and checks.can_look(x)):
-        way_out = "find the step that made them, or pass check_finite=False to turn their blocks into NaN"
-        checks.require_finite(who, x, "x", way_out)
 
 
 def _plain(*scales: Tensor | None) -> list[Tensor | None]:
@@ -175,7 +145,7 @@ def quantize_swizzled(
     [torch.Size([2, 16]), torch.Size([512]), torch.Size([])]
     """
     recipe = Recipe(recipe)
-    _check_quantize("quantize_swizzled", x, per_tensor_scale, tensor_amax, recipe, check_finite)
+    checks.check_quantize("quantize_swizzled", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     if x.ndim < 2:
         raise ValueError(
             f"quantize_swizzled: x must be [..., N, K], since tiles span rows, got {tuple(x.shape)}; use x[None]"
@@ -216,40 +186,12 @@ def fake_quantize(
     tensor([4.8750, 0.4062])
     """
     recipe = Recipe(recipe)
-    _check_quantize("fake_quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
+    checks.check_quantize("fake_quantize", x, per_tensor_scale, tensor_amax, recipe, check_finite)
     checks.check_output_dtype("fake_quantize", dtype or x.dtype)
     resolved = _resolve(backend, x)
     scales = _plain(per_tensor_scale, tensor_amax)
     values = library.fake_quantize(x.detach(), *scales, recipe.value, dtype or x.dtype, resolved)
-    return _without_gradient("fake_quantize", values, _STRAIGHT_THROUGH, x)
-
-
-_STRAIGHT_THROUGH = "has no gradient of its own; use quads_qat.fake_quantize_ste (straight-through) or convert()"
-_WEIGHTS_ONLY = (
-    "lets no gradient through its quantized activations; run it under torch.no_grad(), train with mode='w4a16', or "
-    "take a rollout with weights_only=True"
-)
-
-
-def _without_gradient(who: str, values: Tensor, why: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``values``, which are made from x and a bias; a backward pass that gets to them fails."""
-    wants = x.requires_grad or (bias is not None and bias.requires_grad)
-    if not (wants and torch.is_grad_enabled()):
-        return values
-    return _NoGradient.apply(values.detach(), f"{who} {why}", x, bias)  # pyright: ignore[reportReturnType]
-
-
-class _NoGradient(torch.autograd.Function):
-    """A backward pass that gets here fails, where a detached tensor would train nothing in silence."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, message: str, *made_from: Tensor | None) -> Tensor:
-        ctx.message = message
-        return library.own(values.view_as(values))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(ctx.message)
+    return no_gradient.refuse("fake_quantize", values, no_gradient.STRAIGHT_THROUGH, x)
 
 
 def fake_quantize_again(x: Tensor, *, tensor_amax: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -299,7 +241,7 @@ def quantize_activation(
     terms, chosen = activations.quantize_activation(
         x.detach(), activation, residual, input_amax, mask, return_mask, _resolve(backend, x)
     )
-    terms = _without_gradient("quantize_activation", terms, _WEIGHTS_ONLY, x)
+    terms = no_gradient.refuse("quantize_activation", terms, no_gradient.WEIGHTS_ONLY, x)
     return terms, chosen if return_mask and terms.shape[0] == 2 else None
 
 
@@ -345,11 +287,30 @@ def linear_w4a4(
     activation = activation or ActivationFormat()
     checks.check_gemm("linear_w4a4", x, weight)
     checks.check_activation("linear_w4a4", x, activation, input_amax)
+    return _w4a4("linear_w4a4", x, weight, bias, backend, activation, input_amax)
+
+
+def _w4a4(
+    who: str,
+    x: Tensor,
+    weight: NVFP4Tensor,
+    bias: Tensor | None,
+    backend: Backend | str,
+    activation: ActivationFormat,
+    input_amax: Tensor | None,
+    residual: ResidualConfig | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`linear_w4a4` or, with ``residual``, :func:`residual_linear`, of arguments that were checked."""
     if _resolve(backend, x) == "triton":
-        out = gemms.linear_w4a4(x, weight, bias, activation, input_amax)
+        out = gemms.linear_w4a4(x, weight, bias, activation, input_amax, residual, mask)
     else:
-        out = reference_matmul.linear_w4a4(x, weight, bias, activation=activation, input_amax=input_amax)
-    return _without_gradient("linear_w4a4", out, _WEIGHTS_ONLY, x, bias)
+        options: dict[str, Any] = {"activation": activation, "input_amax": input_amax}
+        if residual is None:
+            out = reference_matmul.linear_w4a4(x, weight, bias, **options)
+        else:
+            out = reference_matmul.residual_linear(x, weight, residual, bias, mask=mask, **options)
+    return no_gradient.refuse(who, out, no_gradient.WEIGHTS_ONLY, x, bias)
 
 
 def residual_linear(
@@ -386,12 +347,7 @@ def residual_linear(
     checks.check_gemm("residual_linear", x, weight)
     checks.check_activation("residual_linear", x, activation, input_amax)
     checks.check_static_mask("residual_linear", x, residual, mask)
-    if _resolve(backend, x) == "triton":
-        out = gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask)
-    else:
-        options: dict[str, Any] = {"activation": activation, "input_amax": input_amax, "mask": mask}
-        out = reference_matmul.residual_linear(x, weight, residual, bias, **options)
-    return _without_gradient("residual_linear", out, _WEIGHTS_ONLY, x, bias)
+    return _w4a4("residual_linear", x, weight, bias, backend, activation, input_amax, residual, mask)
 
 
 def grouped_linear_w4a16(
@@ -437,23 +393,34 @@ def grouped_linear_w4a4(
     """
     activation = activation or ActivationFormat()
     checks.check_grouped_gemm("grouped_linear_w4a4", x, weight, offs)
-    offs = offs.contiguous()
     checks.check_activation("grouped_linear_w4a4", x, activation, input_amax)
-    if _resolve(backend, x) == "triton" and _goes_together(x, activation):
-        out = gemms.linear_w4a4(x, weight, bias, activation, input_amax, offs)
-        return _without_gradient("grouped_linear_w4a4", out, _WEIGHTS_ONLY, x, bias)
+    return _grouped_w4a4("grouped_linear_w4a4", x, weight, offs, bias, backend, activation, input_amax)
+
+
+def _grouped_w4a4(
+    who: str,
+    x: Tensor,
+    weight: NVFP4Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    backend: Backend | str,
+    activation: ActivationFormat,
+    input_amax: Tensor | None,
+    residual: ResidualConfig | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`_w4a4` of each expert: in one call where that quantizes the rows of all experts, else one by one."""
+    offs = offs.contiguous()
+    together = not gemms.shares_units(activation, residual, mask) or gemms.quantizes_groups(x, activation)
+    if _resolve(backend, x) == "triton" and together:
+        out = gemms.linear_w4a4(x, weight, bias, activation, input_amax, residual, mask, offs)
+        return no_gradient.refuse(who, out, no_gradient.WEIGHTS_ONLY, x, bias)
 
     def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
-        return linear_w4a4(rows, w, b, activation=activation, input_amax=input_amax, backend=backend)
+        fixed = mask[expert] if mask is not None and mask.ndim == 2 else mask
+        return _w4a4(who, rows, w, b, backend, activation, input_amax, residual, fixed)
 
     return reference_matmul.grouped(x, weight, offs, bias, of_expert)
-
-
-def _goes_together(
-    x: Tensor, activation: ActivationFormat, residual: ResidualConfig | None = None, mask: Tensor | None = None
-) -> bool:
-    """Whether one call quantizes the rows of all experts."""
-    return not gemms.shares_units(activation, residual, mask) or gemms.quantizes_groups(x, activation)
 
 
 def grouped_residual_linear(
@@ -476,17 +443,9 @@ def grouped_residual_linear(
     """
     activation = activation or ActivationFormat()
     checks.check_grouped_gemm("grouped_residual_linear", x, weight, offs)
-    offs = offs.contiguous()
     checks.check_activation("grouped_residual_linear", x, activation, input_amax)
-    mask = mask if residual.scope is ResidualScope.STATIC else None
     checks.check_static_mask("grouped_residual_linear", x, residual, mask, len(weight.qdata))
-    if _resolve(backend, x) == "triton" and _goes_together(x, activation, residual, mask):
-        out = gemms.residual_linear(x, weight, residual, bias, activation, input_amax, mask, offs)
-        return _without_gradient("grouped_residual_linear", out, _WEIGHTS_ONLY, x, bias)
-
-    def of_expert(rows: Tensor, w: NVFP4Tensor, b: Tensor | None, expert: int) -> Tensor:
-        fixed = mask if mask is None or mask.ndim == 1 else mask[expert]
-        options = {"activation": activation, "input_amax": input_amax, "backend": backend}
-        return residual_linear(rows, w, residual, b, mask=fixed, **options)
-
-    return reference_matmul.grouped(x, weight, offs, bias, of_expert)
+    mask = mask if residual.scope is ResidualScope.STATIC else None
+    return _grouped_w4a4(
+        "grouped_residual_linear", x, weight, offs, bias, backend, activation, input_amax, residual, mask
+    )
