@@ -70,7 +70,7 @@ class Checkpoint:
 
     @property
     def export_dtype(self) -> torch.dtype:
-        """What weights were cast to before they were quantized; where nothing records it, config.json's or the files'."""
+        """What weights were cast to before they were quantized; if nothing records it, config.json's or the files'."""
         if self.contract is not None and self.contract.export_dtype is not None:
             return self.contract.export_dtype
         config = self.reader.config
@@ -96,15 +96,11 @@ class Checkpoint:
         tensors = {n: self.reader.get(n) for n in self.tensor_names(name).weight if n in self.reader}
         stack = not name.endswith(".weight") if transposed is None else transposed
         here = self.renamed.get(name, name)
-        try:
-            q = dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
-        except ValueError as error:
-            raise ValueError(f"{self.reader.path}: {error}") from None
+        q = dialects.read(here, tensors, self.dialect, self.recipe, transposed=stack)
         if self.recipe is Recipe.ALIGNED and math.frexp(q.per_tensor_scale.item())[0] != 0.5:
             raise ValueError(
-                f"{self.reader.path}: {self.tensor_names(name).scale} must be a power of two, as the recipe 'aligned' in "
-                f"config.json makes it, got {tensors[self.tensor_names(name).scale].item()}; the tensor or config.json "
-                "was changed"
+                f"{self.tensor_names(name).scale} must be a power of two, as the recipe 'aligned' in config.json makes "
+                f"it, got {tensors[self.tensor_names(name).scale].item()}; the tensor or config.json was changed"
             )
         return q
 
@@ -203,7 +199,11 @@ def _can_be_packed(module: nn.Module) -> bool:
 
 def read_part(checkpoint: Checkpoint, parameter: Tensor, disk: DiskWeight) -> NVFP4Tensor:
     """One quantized weight, if it has the shape of its place in ``parameter`` (on meta will do)."""
-    q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
+    try:
+        q = checkpoint.read(disk.name, transposed=disk.stored_transposed)
+    except ValueError as error:
+        path = str(checkpoint.reader.path)
+        raise error if path in str(error) else ValueError(f"{path}: {error}") from None
     expected = cut(parameter.mT if disk.weight.format.transposed else parameter, disk.expert, disk.rows).shape
     if q.shape != expected:
         raise ValueError(
