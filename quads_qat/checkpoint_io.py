@@ -96,6 +96,11 @@ class Reader:
         """Shape of one tensor, from the header."""
         return self.entry(name).shape
 
+    def dtype(self) -> torch.dtype:
+        """What a model is to be loaded in where config.json does not say: fp16 if that alone is there, else bf16."""
+        held = {entry.dtype for entry in self._entries.values()}
+        return torch.float16 if torch.float16 in held and torch.bfloat16 not in held else torch.bfloat16
+
     def nbytes(self) -> int:
         """Size of all shards."""
         return sum((self.path / file).stat().st_size for file in self.files)

@@ -206,7 +206,7 @@ def _stacks(first: Checkpoint, second: Checkpoint) -> tuple[dict[str, _Parts], d
     """
     if not any(name.endswith("_proj") for c in (first, second) for name in c.quantized()):
         return {}, {}
-    models = [skeleton(c.reader.path, c.reader.names()) for c in (first, second)]
+    models = [skeleton(c.reader) for c in (first, second)]
     plans = [checkpoint.plan(model)[1] for checkpoint, model in zip((first, second), models, strict=True)]
     weights, biases = [by_parameter(plan) for plan in plans], [biases_by_source(plan) for plan in plans]
     both = [name for name in weights[0] if name in weights[1]]
@@ -219,7 +219,7 @@ def _stacks(first: Checkpoint, second: Checkpoint) -> tuple[dict[str, _Parts], d
 
 def _whole(checkpoint: Checkpoint, parts: list[DiskWeight]) -> tuple[NVFP4Tensor, Tensor | None]:
     """A parameter put together from its parts."""
-    model = skeleton(checkpoint.reader.path, checkpoint.reader.names())
+    model = skeleton(checkpoint.reader)
     q = read_parameter(checkpoint, model.get_parameter(parts[0].weight.name), parts)
     return q, shared_input_amax(checkpoint, parts, required=False)
 
@@ -291,7 +291,7 @@ def _of_the_architecture(checkpoint: Checkpoint) -> list[str]:
     """What the model of config.json lacks; nothing where transformers does not have it."""
     reader = checkpoint.reader
     try:
-        model = skeleton(reader.path, reader.names())
+        model = skeleton(reader)
     except ValueError:  # the checkpoint brings its own code, or is of a later transformers
         return []
     try:

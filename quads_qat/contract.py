@@ -216,7 +216,7 @@ class Contract:
             "rules of scale groups": (self.rules, other.rules),
         }
         if export_dtype and self.export_dtype is not None and other.export_dtype is not None:
-            pairs["export dtype (of fp32 masters, from config.dtype in convert)"] = (
+            pairs["export dtype (that of the weights, or of fp32 masters model.config.dtype at convert)"] = (
                 self.export_dtype,
                 other.export_dtype,
             )

@@ -180,7 +180,7 @@ def plan_checkpoint(
     Raises:
         ValueError: a tensor is missing, or is not what config.json says of it.
     """
-    model = skeleton(reader.path, reader.names(), trust_remote_code=trust_remote_code)
+    model = skeleton(reader, trust_remote_code=trust_remote_code)
     conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude)
     usual = export_plan(model, conversion, dialect)
     plan = with_stacks_of(reader, usual)

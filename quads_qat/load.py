@@ -48,7 +48,7 @@ def load_rollout(
         activation_recipe: arithmetic of the activations. ALIGNED rounds an imported scale up to a power of two. None:
             what config.json records, else ALIGNED.
         weights_only: leave activations alone (W4A16 inference), whatever the checkpoint says.
-        dtype: of what is not quantized; None: the config's.
+        dtype: of what is not quantized; None: the config's, or where it has none the files'.
         contract: what the checkpoint must have been made under, e.g. ``qq.contract_of(trainer)``: the same recipe,
             scale groups, export dtype and quantized modules, and, where it names a rollout policy, that one. An
             explicit argument above stands for its own part of the policy (``weights_only`` for all of it); the rest
@@ -73,7 +73,7 @@ def load_rollout(
     activation, residual = rollout_policy(
         checkpoint, residual, activation_scale, activation_recipe, contract, weights_only=weights_only
     )
-    model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
+    model = skeleton(checkpoint.reader, dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     require_same_modules(checkpoint, conversion, contract)
     if contract is not None:
@@ -189,7 +189,7 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     if contract is not None:
         require_contract(checkpoint, contract)
-    model = skeleton(path, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
+    model = skeleton(checkpoint.reader, dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     require_same_modules(checkpoint, conversion, contract)
     for parameter, disks in by_parameter(plan).items():

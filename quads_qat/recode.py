@@ -52,8 +52,8 @@ def dequantize_checkpoint(
     Args:
         source: directory of either dialect.
         destination: a directory that is not there, is empty, or holds the same job, finished or not.
-        dtype: of the decoded weights, bfloat16, float16 or float32; None: config.json's. With Recipe.ALIGNED, bf16
-            holds every weight exactly.
+        dtype: of the decoded weights, bfloat16, float16 or float32; None: config.json's, or where it has none the
+            files'. With Recipe.ALIGNED, bf16 holds every weight exactly.
         shard_bytes: size of a shard.
         workers: threads; None: one for each CPU core, at most 8.
         trust_remote_code: run the model code that the source brings, where transformers has none.
@@ -73,7 +73,7 @@ def dequantize_checkpoint(
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dequantize: dtype must be bfloat16, float16 or float32, got {dtype}")
     checkpoint = Checkpoint.open(source)
-    model = skeleton(source, checkpoint.reader.names(), dtype, trust_remote_code=trust_remote_code)
+    model = skeleton(checkpoint.reader, dtype, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     dtype = dtype or next(model.get_parameter(name).dtype for name in conversion.weights)
     recoded = _Recoded(checkpoint, model, plan)
@@ -140,7 +140,7 @@ def convert_dialect(
         raise ValueError(f"{source} is in the {dialect} dialect already")
     _require_exact(checkpoint, dialect)
     checkpoint.recipe = Recipe.ALIGNED  # which every power of two decodes like
-    model = skeleton(source, checkpoint.reader.names(), trust_remote_code=trust_remote_code)
+    model = skeleton(checkpoint.reader, trust_remote_code=trust_remote_code)
     conversion, plan = checkpoint.plan(model)
     target = disk_plan(model, conversion, dialect)
     quantized, weights_only = [disk.name for disk in target.weights], checkpoint.weights_only

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quads_qat.checkpoint_io import read_json
+from quads_qat.checkpoint_io import Reader
 
 
 def skeleton(
-    path: str | Path,
-    disk_names: Collection[str],
+    reader: Reader,
     dtype: torch.dtype | None = None,
     *,
     trust_remote_code: bool = False,
@@ -23,16 +22,15 @@ def skeleton(
     """The transformers model of a checkpoint directory: parameters on meta, buffers real, no weights read.
 
     Args:
-        path: directory with a config.json.
-        disk_names: the names of its tensors. They decide about a prefix that the architecture may have on disk.
-        dtype: of the parameters; None: the config's.
+        reader: of the directory. Its names decide about a prefix that the architecture may have on disk.
+        dtype: of the parameters; None: the config's, or where it has none the files'.
         trust_remote_code: run the model code that the directory brings, where transformers has none.
 
     Raises:
         ValueError: an architecture that the installed transformers does not have.
     """
-    config_json = read_json(Path(path) / "config.json")
-    architecture, listed = architecture_of(path, config_json, trust_remote_code=trust_remote_code)
+    path = reader.path
+    architecture, listed = architecture_of(path, reader.config, trust_remote_code=trust_remote_code)
     import transformers
 
     try:
@@ -41,13 +39,13 @@ def skeleton(
             if hasattr(config, entry):
                 delattr(config, entry)
         with torch.device("cpu"), _parameters_on_meta():
-            model = architecture._from_config(config, dtype=dtype or config.dtype or torch.bfloat16)
+            model = architecture._from_config(config, dtype=dtype or config.dtype or reader.dtype())
     except Exception as error:  # whatever one of transformers' configs or models raises
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"{path}: transformers {transformers.__version__} cannot build {listed[0]} from config.json ({why})"
         ) from error
-    adopt_prefix(model, disk_names)
+    adopt_prefix(model, reader.names())
     return model.eval()
 
 

@@ -171,7 +171,7 @@ def test_another_export_dtype_is_refused_where_weights_are_those_of_a_file(direc
     assert contract_of(older).export_dtype is None
     qq.load_rollout(older, contract=contract_of(model))  # nobody knows
     assert contract_of(qq.load_rollout(path)).differences(contract_of(model)) == [
-        "export dtype (of fp32 masters, from config.dtype in convert): float16 against bfloat16"
+        "export dtype (that of the weights, or of fp32 masters model.config.dtype at convert): float16 against bfloat16"
     ]
 
 
@@ -185,6 +185,33 @@ def test_a_source_in_fp16_and_a_trainer_with_masters_in_fp32_differ(tmp_path: Pa
     again = load(tmp_path / "source", dtype=torch.float32)
     again.config.dtype = torch.float16  # what the message says
     assert qq.verify(qq.convert(again, "w4a16"), tmp_path / "ptq").ok
+
+
+@pytest.mark.filterwarnings("ignore:export. fp16 cannot hold")
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_files_in_fp16_need_no_dtype_in_config_json(dialect: str, tmp_path: Path) -> None:
+    """They are loaded and quantized as what they are, as transformers does."""
+
+    def forget(path: Path, *keys: str) -> Path:
+        left = {key: value for key, value in config(path).items() if key not in ("dtype", "torch_dtype", *keys)}
+        (path / "config.json").write_text(json.dumps(left), "utf-8")
+        return path
+
+    tiny_model("qwen3_moe", seed=1).half().save_pretrained(tmp_path / "source")
+    source, recipe = forget(tmp_path / "source"), {"modelopt": "modelopt"}.get(dialect, "llm-compressor")
+    qq.quantize_checkpoint(source, tmp_path / "out", dialect=dialect, recipe=recipe)
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(source), "w4a16", recipe=recipe)
+    assert contract_of(tmp_path / "out").export_dtype == contract_of(model).export_dtype == torch.float16
+    assert qq.verify(model, tmp_path / "out").ok
+    for path in (forget(tmp_path / "out"), forget(tmp_path / "out", "quads_qat")):  # ours, others'
+        assert qq.verify(model, path).ok
+        mine = qq.load_rollout(path, weights_only=True)
+        assert {t.dtype for t in (*mine.parameters(), *qq.load_model(path).parameters())} == {torch.float16}
+        qq.update_weights(mine, dict(model.state_dict()))
+        assert qq.check_first_step(model, mine).failed == []
+    qq.dequantize_checkpoint(tmp_path / "out", tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    assert_same_state(plain, qq.load_model(tmp_path / "out").state_dict())
 
 
 @pytest.mark.parametrize("with_contract", [False, True])

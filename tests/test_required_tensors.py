@@ -35,7 +35,7 @@ def test_every_tensor_of_every_architecture(arch: str, tmp_path: Path) -> None:
     """What transformers saves is complete; without any one of its tensors it is not, nor with one of another shape."""
     tiny_model(arch).save_pretrained(tmp_path)
     stored = Reader(tmp_path)
-    model = skeleton(tmp_path, stored.names())
+    model = skeleton(stored)
     entries = {name: stored.entry(name) for name in stored.names()}
     assert names.disk_layouts(model).keys() == entries.keys()
     require_tensors(stored, model)
@@ -120,10 +120,10 @@ def test_other_names_that_transformers_finds(tmp_path: Path) -> None:
     kept = tensors(tmp_path / "tied")
     change = {"model.embed_tokens.weight": None, "lm_head.weight": kept["model.embed_tokens.weight"]}
     reader = Reader(rewritten(tmp_path / "tied", tmp_path / "head", change))
-    require_tensors(reader, skeleton(tmp_path / "tied", reader.names()))
+    require_tensors(reader, skeleton(reader))
 
     entries = {name.removeprefix("model."): entry for name, entry in Reader(SOURCE)._entries.items()}
-    require_tensors(Headers(entries), skeleton(SOURCE, Reader(SOURCE).names()))
+    require_tensors(Headers(entries), skeleton(Reader(SOURCE)))
 
 
 def test_buffers_of_own_code_may_be_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
