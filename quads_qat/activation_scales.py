@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from quads_qat.state import observe_activations, quant_state_dict
 
 LENGTH, ROWS = 512, 4
 """Tokens in a row of a calibration text, and rows in a batch."""
+
+BYTES = 256
+"""Vocabulary of a model without a tokenizer whose token ids are bytes, like the bundled one."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -41,7 +45,7 @@ def observed_amaxes(
     The weights are those of the checkpoint, in high precision, as Model-Optimizer and llm-compressor calibrate.
 
     Args:
-        path: BF16 checkpoint, with a tokenizer if ``data`` is text.
+        path: BF16 checkpoint; of a text :func:`require_tokenizer` holds.
         data: a text, or token ids [batch, length].
         recipe: as for ``convert``, which decides what is quantized.
         scope: likewise.
@@ -78,8 +82,11 @@ def _tokens(path: Path, text: str, trust_remote_code: bool) -> list[Tensor]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-        ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64, device="cpu")
+        if has_tokenizer(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+            ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64, device="cpu")
+        else:
+            ids = torch.tensor(list(text.encode()), dtype=torch.int64, device="cpu")
     except Exception as error:  # whatever one of transformers' tokenizers raises
         raise ValueError(f"{path}: its tokenizer cannot be used to calibrate ({_line(error)})") from error
     if not len(ids):
@@ -103,12 +110,22 @@ def calibration_data(calibrate: Path | str | Iterable[Tensor]) -> str | list[Ten
         raise ValueError(f"{calibrate}: cannot be read as text to calibrate on ({error})") from error
 
 
-def require_tokenizer(path: Path) -> None:
-    """Raise ValueError if a checkpoint brings no file of a tokenizer, which a text needs.
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory brings a file of a tokenizer; transformers makes an empty one where there is none."""
+    return any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern))
 
-    transformers makes an empty one then, or says so after the model was loaded.
-    """
-    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
+
+def require_tokenizer(path: Path) -> None:
+    """Raise ValueError if a checkpoint brings no tokenizer, which a text needs, unless its token ids are bytes."""
+    if has_tokenizer(path):
+        return
+    if read_json(path / "config.json").get("vocab_size") == BYTES:
+        warnings.warn(
+            f"{path}: holds no tokenizer; the bytes of the text are taken for token ids, since the vocabulary has "
+            f"{BYTES}",
+            stacklevel=3,
+        )
+    else:
         raise ValueError(
             f"{path}: holds no tokenizer ({', '.join(_TOKENIZER_FILES)}), which calibrating on a text needs; copy the "
             "model's tokenizer files there, or pass token ids: quantize_checkpoint(..., calibrate=[ids])"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quads_qat.activation_scales import BYTES, has_tokenizer
 from quads_qat.checkpoint_io import read_json
 from quads_qat.config import Mode, ResidualConfig
 from quads_qat.convert import convert
@@ -18,9 +19,6 @@ from quads_qat.load import load_model, load_rollout
 from quads_qat.name_ranges import pattern
 from quads_qat.nvfp4_checkpoint import Checkpoint
 from quads_qat.skeleton import architecture_of
-
-_BYTES = 256
-"""Vocabulary of a model without a tokenizer whose token ids are bytes, like the bundled one."""
 
 
 def diagnose_checkpoints(
@@ -103,12 +101,12 @@ def _tokens(trainer: Path, rollout: Path, text: Path, length: int, rows: int, tr
 def _encode(trainer: Path, rollout: Path, text: str, trust_remote_code: bool) -> list[int]:
     from transformers import AutoTokenizer
 
-    named = [path for path in (trainer, rollout) if list(path.glob("tokenizer*")) or list(path.glob("vocab*"))]
+    named = [path for path in (trainer, rollout) if has_tokenizer(path)]
     if not named:
-        if read_json(trainer / "config.json").get("vocab_size") == _BYTES:
+        if read_json(trainer / "config.json").get("vocab_size") == BYTES:
             warnings.warn(
                 f"{trainer}: holds no tokenizer, and neither does {rollout}; the bytes of the text are taken for token "
-                f"ids, since the vocabulary has {_BYTES}",
+                f"ids, since the vocabulary has {BYTES}",
                 stacklevel=2,
             )
             return list(text.encode())

@@ -226,14 +226,17 @@ def _tables(found: Diagnosis, rows: int) -> Iterable[Any]:
         yield table("\nrelative error of the layers' outputs", "layer", headings, layers)
     if found.gemms:
         lines = [
-            (g.name, _number(g.local_error), _number(g.weight_error), *_cells(g.weight), *_cells(g.activation))
+            (_module(g.name), _number(g.local_error), _number(g.weight_error), *_cells(g.weight), *_cells(g.activation))
             for g in found.top_modules(rows)
         ]
         headings = ("output", "W\ndiffers", "W\ndead", "W\nnoise", "x\ndead", "x\nnoise")
         yield table("\nthe modules with the largest error of their own", "weight", headings, lines)
         yield _LEGEND
     if found.channels:
-        lines = [(c.name, str(c.channel), c.cause, _number(c.error), f"{c.share:.1%}") for c in found.channels[:rows]]
+        lines = [
+            (_module(c.name), str(c.channel), c.cause, _number(c.error), f"{c.share:.1%}")
+            for c in found.channels[:rows]
+        ]
         yield table("\nthe worst input channels", "weight", ("channel", "cause", "error", "of the\nmodule's"), lines)
     if found.cast_weights:
         names, dtype = [*found.cast_weights], next(iter(found.cast_weights.values()))
@@ -243,6 +246,11 @@ def _tables(found: Diagnosis, rows: int) -> Iterable[Any]:
         )
     if stale := [name for name in found.other_weights if name not in found.cast_weights]:
         yield f"{_not_quantized(stale)}: a stale weight sync?"
+
+
+def _module(weight: str) -> str:
+    """The name of a linear itself: what ``exclude`` takes, and short enough for a line of 80 columns."""
+    return weight.removesuffix(".weight") or weight
 
 
 def _not_quantized(names: list[str]) -> str:

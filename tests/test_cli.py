@@ -193,7 +193,6 @@ def test_inspect_reports_and_finds_problems(checkpoints: dict[str, Path], data_d
             "-from has nothing to do",
         ),
         (("quantize", DATA, "{tmp}/out", "--calibrate", "x", "--activations-from", "x"), "not from both; drop one"),
-        (("quantize", DATA, "{tmp}/out", "--calibrate", DATA / "heldout.txt"), "holds no tokenizer"),
         (
             ("quantize", DATA, "{tmp}/out", "--weights-only", "--activation-scale", "static"),
             "pass activations='observed' (q",

@@ -279,15 +279,32 @@ def test_calibration_on_text_with_the_checkpoints_tokenizer(tmp_path: Path) -> N
     assert torch.cat([b.flatten() for b in batches]).tolist() == tokens
 
 
+def test_a_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    from quads_qat.activation_scales import require_tokenizer
+
+    (tmp_path / "config.json").write_text('{"vocab_size": 128}', "utf-8")
+    with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer\*.*copy the model's"):
+        require_tokenizer(tmp_path)
+    (tmp_path / "tekken.json").touch()
+    require_tokenizer(tmp_path)
+
+
+def test_of_a_model_of_bytes_the_bytes_of_a_text_are_its_tokens(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes("ä 37+45=82\n".encode() * 50)
+    with pytest.warns(UserWarning, match="holds no tokenizer; the bytes of the text are taken for token ids"):
+        qq.quantize_checkpoint(DATA, tmp_path / "text-calibrated", calibrate=text)
+    ids = torch.tensor(list(text.read_bytes()))
+    rows = [ids[None, :512], ids[None, 512:]]
+    qq.quantize_checkpoint(DATA, tmp_path / "ids-calibrated", calibrate=rows)
+    assert qq.diff(tmp_path / "text-calibrated", tmp_path / "ids-calibrated") == []
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"calibrate": Path("nothing.txt")}, r"nothing\.txt: cannot be read as text to calibrate on"),
         ({"calibrate": DATA / "model.safetensors"}, "cannot be read as text to calibrate on"),
-        (
-            {"calibrate": SOURCE / "config.json"},
-            r"holds no tokenizer \(tokenizer\*.*copy the model's",
-        ),
         ({"activation_scale": "static"}, "needs activation scales in the file, and activations='none' writes none"),
         ({"calibrate": [IDS], "activations": CHECKPOINTS}, "from calibrate or from activations, not from both"),
         (
