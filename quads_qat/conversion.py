@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from quads_qat.config import ActivationFormat, Dialect, Mode, Recipe, ResidualConfig, Schedule, Scope, WeightFormat
 from quads_qat.experts_layout import ExpertsLayout, layout_of
 from quads_qat.formats import BLOCK_SIZE
-from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision
-from quads_qat.residual import SyncState
+from quads_qat.linear import ActivationObserver, CodeCache, FullPrecision, W4A16Linear
+from quads_qat.packed_module import SyncState
 from quads_qat.scale_groups import ZERO3, ScaleGroup, activation_key, group_key, is_zero3, joined_group
 from quads_qat.selection import default_exclusion, first_match, in_scope, patterns_of
 from quads_qat.sharding import cut_block
@@ -175,7 +175,14 @@ def require_unwrapped(root: nn.Module, who: str) -> None:
     if root.__dict__[STATE].mode is Mode.W4A4_RESIDUAL:
         way_out = "hides its packed weights; call model.unload() first"
     for name, module in root.named_modules():
-        if "base_layer" in module._modules or "original_module" in module._modules:
+        base = module._modules.get("base_layer")
+        if isinstance(base, W4A16Linear) and not base.__dict__.get("adapted"):
+            raise ValueError(
+                f"{who}: {name} is wrapped by an adapter that was added to the quantized weight, which no engine does; "
+                "merged, other weights would be quantized than were trained with. Make adapters with "
+                "quads_qat.integrations.peft.lora_config, or call quantize_merged(model) before training"
+            )
+        if base is not None or "original_module" in module._modules:
             raise ValueError(f"{who}: {name} is wrapped by an adapter that {way_out}")
 
 

@@ -41,9 +41,10 @@ from quads_qat.conversion import (
 from quads_qat.experts import W4A4Experts, W4A16Experts
 from quads_qat.experts_layout import layout_of
 from quads_qat.linear import W4A4Linear, W4A16Linear
+from quads_qat.packed_module import PackedModule
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantized_weights import quantize_weight
-from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear
+from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.rollout_state import refuse_unfit_states
 from quads_qat.scale_groups import activation_key
 

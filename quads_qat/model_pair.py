@@ -12,7 +12,7 @@ from quads_qat import sharding
 from quads_qat.compare import dtype_name
 from quads_qat.config import Mode
 from quads_qat.gemm_noise import weight_error
-from quads_qat.residual import PackedModule
+from quads_qat.packed_module import PackedModule
 from quads_qat.swaps import Sources, ingredients_of, master_of, parameters_of, root_of
 
 LAYER = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quads_qat.residual import PackedModule
+from quads_qat.packed_module import PackedModule
 
 
 def refuse_unfit_states(root: nn.Module) -> None:

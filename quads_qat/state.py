@@ -16,8 +16,9 @@ from quads_qat import checks
 from quads_qat.config import ActivationScale, ExpertMask, Mode, ResidualConfig, ResidualScope
 from quads_qat.conversion import Conversion, Weight, conversion_of, require_unwrapped
 from quads_qat.linear import ActivationObserver
+from quads_qat.packed_module import PackedModule, Record
 from quads_qat.reference_matmul import ChannelScores, mask_of_score
-from quads_qat.residual import PackedModule, Record, ResidualCompensatedExperts, residual_rows
+from quads_qat.residual import ResidualCompensatedExperts, residual_rows
 from quads_qat.scale_groups import activation_key
 
 # ------------------------------------------------------------------------------------------------------------- trainers

@@ -20,9 +20,10 @@ from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig, 
 from quads_qat.conversion import STATE, Conversion, conversion_of, require_model
 from quads_qat.experts_dispatch import StandsFor, expert_bias, experts_loop
 from quads_qat.experts_layout import ExpertsLayout, layout_of
+from quads_qat.packed_module import PackedModule
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.quantized_weights import quantize_weight
-from quads_qat.residual import PackedModule, ResidualCompensatedExperts
+from quads_qat.residual import ResidualCompensatedExperts
 
 
 @dataclass(frozen=True, eq=False)

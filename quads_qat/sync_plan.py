@@ -19,7 +19,8 @@ from quads_qat import dialects, names
 from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, disk_plan, is_transposed_stack, layer_of
 from quads_qat.config import Dialect
 from quads_qat.conversion import Conversion, Weight
-from quads_qat.residual import PackedModule, ResidualCompensatedExperts, ResidualCompensatedLinear
+from quads_qat.packed_module import PackedModule
+from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.scale_groups import ScaleGroup
 from quads_qat.weight_stream import CACHE_SCALES
 

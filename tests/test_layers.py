@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("L0b", ("reference", "reference_matmul", "kernels")),
     ("L1", ("checks", "library", "activations", "gemms", "no_gradient", "ops")),
     ("L2", ("sharding", "autograd", "adapters")),
-    ("L3", ("experts_dispatch", "linear", "experts", "residual", "rollout_state")),
+    ("L3", ("experts_dispatch", "linear", "experts", "packed_module", "residual", "rollout_state")),
     (
         "L4",
         (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quads_qat as qq
 from quads_qat import names
 from quads_qat.conversion import conversion_of
-from quads_qat.residual import PackedModule
+from quads_qat.packed_module import PackedModule
 
 Stream = list[tuple[str, Tensor]]
 
