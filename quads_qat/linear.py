@@ -170,7 +170,7 @@ def refuse_other_dtype(module: nn.Module, parameter: str, weight: Tensor, fmt: W
 
     Unless these are its own: masters that were cast after ``convert`` are exported from there too (``cast_dtype``).
     """
-    if weight.dtype in (torch.float32, torch.float64, fmt.export_dtype, module.cast_dtype):
+    if weight.dtype in (torch.float32, fmt.export_dtype, module.cast_dtype):
         return
     raise ValueError(
         f"{name_of(module, parameter, group)}: "
@@ -245,6 +245,9 @@ class W4A16Linear(nn.Linear):
 
     def _multiply(self, x: Tensor) -> Tensor:
         amax, codes = self.code_cache.source(self, "weight", self.scale_group, self.weight_format)
+        if x.dtype not in checks.FLOATS:
+            name = name_of(self, "weight", self.scale_group)
+            raise TypeError(f"{name}: its input must be float32, bfloat16 or float16, got {x.dtype}; cast it")
         return autograd.linear(
             x,
             self.weight,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 FUSED_LINEARS: tuple[tuple[str, ...], ...] = (
@@ -108,6 +109,9 @@ def is_zero3(weight: Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
+_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @dataclass(eq=False)
 class ScaleGroup:
     """The weights that share one per-tensor scale (for a stack of experts: one per expert).
@@ -128,6 +132,7 @@ class ScaleGroup:
         """The members' current weights, with their adapters merged in.
 
         Raises:
+            TypeError: a member was cast to another dtype than weights are quantized from.
             RuntimeError: a member is sharded while another is whole: they sit in different FSDP units; or DeepSpeed
                 shards parameters (ZeRO-3); or a weight is no parameter any more (a parametrization); or transformers
                 has parallelized a member's module.
@@ -143,6 +148,11 @@ class ScaleGroup:
             if is_hooked(module):
                 raise RuntimeError(f"{name} {HOOKED}")
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
+        for weight, (_, _, name) in zip(weights, self.members, strict=True):
+            if weight.dtype not in _MASTERS:
+                raise TypeError(
+                    f"{name}: master weights must be float32, bfloat16 or float16, got {weight.dtype}; cast it back"
+                )
         if is_zero3(weights[0]):
             raise RuntimeError(f"{self.members[0][2]} {ZERO3}")
         # A DTensor, or a flat shard of FSDP1.

@@ -363,3 +363,22 @@ def test_what_is_made_on_the_way_is_where_the_model_is_whatever_the_default_devi
     assert qq.diagnose(model, wanted, ids).gap["delta_weight"].max == 0
     with torch.device("meta"):
         qq.gap_stats(*(torch.zeros(3, device="cpu"),) * 2)
+
+
+# --------------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("mode", ["w4a16", "w4a4"])
+def test_dtypes_that_cannot_be_quantized_are_refused_by_name(mode: str):
+    model = qq.convert(fill(linears("layers.0.q_proj")), mode)
+    linear = model.layers._modules["0"].q_proj
+    with pytest.raises(TypeError, match=r"layers\.0\.q_proj\.weight: its input must be .*, got torch\.int64; cast it"):
+        linear(X.long())
+    model.double()
+    with pytest.raises(TypeError, match=r"layers\.0\.q_proj\.weight: master weights must be .*, got torch\.float64"):
+        linear(X.double())
+    model.float()
+    assert linear(X).isfinite().all()
+    experts = qq.convert(tiny_model("qwen3_moe"), mode).double().model.layers[0].mlp.experts
+    with pytest.raises(TypeError, match=r"mlp\.experts\.gate_up_proj: master weights must be .*, got torch\.float64"):
+        experts(torch.zeros(1, 64).double(), torch.tensor([[0, 1]]), torch.ones(1, 2).double())
