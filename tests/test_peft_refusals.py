@@ -42,6 +42,17 @@ def test_what_cannot_be_merged_before_quantizing_is_refused(options: dict, messa
         quantize_merged(model)
 
 
+def test_adapters_of_peft_itself_are_told_from_those_that_are_quantized_merged():
+    """Merging them, which is the way out of the others, would quantize other weights than were trained with."""
+    model = get_peft_model(qq.convert(base_model(), "w4a16"), LoraConfig(**LINEARS))
+    for refused in (lambda: qq.export_weights(model, "modelopt"), lambda: qq.convert(model, "w4a4_residual")):
+        with pytest.raises(ValueError, match=r"q_proj is wrapped by an adapter that was added to the quantized weight"):
+            refused()
+    quantize_merged(model)
+    with pytest.raises(ValueError, match=r"is wrapped by an adapter that is not merged; call model\.merge_and"):
+        qq.export_weights(model, "modelopt")
+
+
 def test_an_unmerged_model_is_neither_exported_nor_reverted(tmp_path: Path):
     model = with_adapters("convert first", base_model(), **LINEARS)
     for refused in (
