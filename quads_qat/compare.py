@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.record import changed_files
 from quads_qat.required_tensors import require_tensors
 from quads_qat.scale_groups import group_key
+from quads_qat.sharding import computed_in
 from quads_qat.skeleton import skeleton
 from quads_qat.verify_config import announcement_problems
 
@@ -38,12 +39,18 @@ def difference(actual: Tensor, expected: Tensor, sides: tuple[str, str]) -> str 
     return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
 
 
-def cast_note(rest: Iterable[tuple[Tensor, torch.dtype]]) -> str:
-    """What "equal" leaves open: of (tensor in high precision, dtype that an export casts it to); "" without a cast.
+def cast_note(root: nn.Module, rest: Mapping[str, tuple[Tensor, torch.dtype]]) -> str:
+    """What "equal" leaves open: of name -> (tensor in high precision, dtype that an export casts it to).
 
-    Quantized weights are cast in the trainer's forward too, the others only on their way to the file or the rollout.
+    Quantized weights are cast in the trainer's forward too, the others only on their way to the file or the rollout,
+    unless FSDP2 casts them. "" without such a cast.
     """
-    casts = ((dtype_name(tensor.dtype), dtype_name(dtype)) for tensor, dtype in rest if tensor.dtype != dtype)
+    computed = computed_in(root)
+    casts = (
+        (dtype_name(tensor.dtype), dtype_name(dtype))
+        for name, (tensor, dtype) in rest.items()
+        if computed.get(name, tensor.dtype) != dtype
+    )
     here, there = next(casts, ("", ""))
     if not here:
         return ""

@@ -89,7 +89,7 @@ def compare_rollout(trainer: nn.Module, rollout: nn.Module) -> Comparison:
     here = {*conversion.weights, *rest}
     there = {*theirs.weights, *(n for n in live if n not in packed and not n.endswith(beside))}
     there -= root.state_dict().keys() - here  # further names of tied weights
-    found = Comparison(len(here & there), sorted(here - there), sorted(there - here), note=cast_note(rest.values()))
+    found = Comparison(len(here & there), sorted(here - there), sorted(there - here), note=cast_note(root, rest))
     amaxes: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, weight in conversion.weights.items():
         if weight.group not in amaxes:  # on all ranks, whatever the rollout has: sharded weights are gathered
@@ -189,7 +189,7 @@ def compare_received(
     dialect, own = _dialect_of(trainer, conversion, taken, activations)
     scales = {*own_scales(export_plan(root, conversion, dialect), dialect)} - own  # an engine's own, if it has any
     found = Comparison(len(own & taken.keys()), sorted(own - taken.keys()), sorted(taken.keys() - own - scales))
-    found.note = cast_note(rest_in_memory(root, conversion).values())
+    found.note = cast_note(root, rest_in_memory(root, conversion))
     for name, tensor in export_weights(trainer, dialect, activations=activations):
         if name in taken:
             found.add(name, _received_difference(taken[name], tensor))
@@ -227,7 +227,7 @@ def _compare_decoded(trainer: nn.Module, quantized: set[str], taken: Mapping[str
         )
     elif len(found.quantized_here) < len(came):
         found.taken = "; the engine took dequantized weights"
-    found.note = cast_note(rest_in_memory(root, conversion).values())
+    found.note = cast_note(root, rest_in_memory(root, conversion))
     return found
 
 

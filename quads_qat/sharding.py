@@ -26,6 +26,21 @@ def local(weight: Tensor) -> Tensor:
     return weight.to_local() if is_sharded(weight) else weight  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def computed_in(root: nn.Module) -> dict[str, torch.dtype]:
+    """Name of a parameter -> the dtype to which FSDP2 casts it for a forward (``MixedPrecisionPolicy``), where it does.
+
+    A parameter belongs to the innermost unit around it.
+    """
+    found: dict[str, torch.dtype] = {}
+    for prefix, module in root.named_modules():  # units come before those inside them
+        state = getattr(module, "_get_fsdp_state", None)
+        policy = getattr(state(), "_mp_policy", None) if state is not None else None
+        if policy is not None:
+            for name, parameter in module.named_parameters(prefix):
+                found[name] = policy.param_dtype or parameter.dtype
+    return found
+
+
 def cuts(placement: Any, dim: int | None = None) -> bool:
     """Whether a placement of a DTensor's shards its ``dim`` (None: any dim).
 

@@ -102,8 +102,9 @@ def verify(model: nn.Module, path: str | Path) -> Report:
     plan = disk_plan(root, conversion, checkpoint.dialect)
     expected = {disk.name for disk in plan.weights}
     extra = checkpoint.quantized_as(expected) - expected
-    in_memory = [*rest_in_memory(root, conversion).values()]
-    report = Report(note=cast_note(in_memory) + _reader_note(checkpoint, {dtype for _, dtype in in_memory}))
+    in_memory = rest_in_memory(root, conversion)
+    readers = _reader_note(checkpoint, {dtype for _, dtype in in_memory.values()})
+    report = Report(note=cast_note(root, in_memory) + readers)
     trained: dict[str, Tensor] = {}
     made: NVFP4Tensor | None = None
     for disk in plan.weights:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from by_hand import CHECKPOINTS, config, rewritten, tensors
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 import quads_qat as qq
@@ -193,6 +196,22 @@ def test_a_cast_is_said(dtype: torch.dtype, note: str, tmp_path: Path) -> None:
         "; config.json asks for bfloat16, to which readers cast the tensors of the trainer in float16: load the "
         "trainer with dtype=torch.bfloat16"
     )
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole model", "layers only"])
+def test_a_cast_that_fsdp_makes_too_is_not_said(whole: bool, tmp_path: Path) -> None:
+    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE, dtype=torch.float32), "w4a16")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        options: Any = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **(options if whole else {"mesh": options["mesh"]}))  # embeddings, norm and head in fp32
+        qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", source=SOURCE)
+        shown = str(qq.verify(model, tmp_path / "out"))
+    finally:
+        dist.destroy_process_group()
+    assert ("; those that are not quantized after the cast to bfloat16" in shown) is not whole
 
 
 def test_tensors_that_are_not_in_the_source(checkpoint: Any, tmp_path: Path) -> None:
