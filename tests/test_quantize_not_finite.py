@@ -134,3 +134,21 @@ def test_biases_of_experts_are_looked_at_whether_they_are_split_or_not(dialect: 
     expected = [f"{tmp_path / 'bad'}: {names[0]} and 1 more hold NaN or inf; not quantized, copied as it is"]
     assert said(tmp_path / "bad", tmp_path / "out", dialect=dialect) == (True, expected)
     assert said(tmp_path / "bad", tmp_path / "out", dialect=dialect) == (False, expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_copied_and_is_not_finite_is_said(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    stored, names = tensors(SOURCE), ("model.layers.1.input_layernorm.weight", "model.norm.weight")
+    change = {name: stored[name].to(dtype) for name in names}
+    source = rewritten(SOURCE, tmp_path / "source", change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qq.quantize_checkpoint(source, tmp_path / "sound")
+    change[names[0]][3] = value
+    change[names[1]][-1] = value
+    source = rewritten(SOURCE, tmp_path / "bad", change)
+    with pytest.warns(UserWarning, match=rf"bad: {names[0]} and 1 more hold NaN or inf; not quantized, copied"):
+        assert qq.quantize_checkpoint(source, tmp_path / "out", workers=2)
+    out = tensors(tmp_path / "out")
+    assert all(torch.equal(out[name].view(torch.uint8), change[name].view(torch.uint8)) for name in names)
