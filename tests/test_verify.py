@@ -1,10 +1,9 @@
-"""Contract under test: ``verify`` and ``diff`` see every bit, and name the tensor that it is in."""
+"""Contract under test: ``verify`` sees every bit, and names the tensor that it is in."""
 
 import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import CHECKPOINTS, config, rewritten, tensors
+from exported import CONFIGS, ENDINGS, EXPERT, MODULE, SOURCE, Exported, exported, flip, trainer, with_json
 from tiny_models import tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
@@ -21,37 +21,14 @@ from transformers import AutoModelForCausalLM
 import quads_qat as qq
 from quads_qat import Dialect, Recipe
 from quads_qat.compare import inspect_checkpoint
-from quads_qat.scale_groups import FUSED_LINEARS
 from quads_qat.verify import VerificationError
 
-SOURCE = CHECKPOINTS / "bf16" / "qwen3moe"
-IDS = torch.randint(0, 120, (1, 12), generator=torch.Generator().manual_seed(0))
 dialects = pytest.mark.parametrize("dialect", list(Dialect), ids=str)
-MODULE, EXPERT = "model.layers.1.self_attn.k_proj", "model.layers.0.mlp.experts.3.down_proj"
-ENDINGS = {
-    Dialect.MODELOPT: ("weight", "weight_scale", "weight_scale_2", "input_scale"),
-    Dialect.COMPRESSED_TENSORS: ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
-}
-
-
-@cache
-def trainer(scope: str = "all") -> nn.Module:
-    """Observed; only read."""
-    model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16", scope=scope)
-    with torch.no_grad(), qq.observe_activations(model):
-        model(IDS)
-    return model
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def exported(dialect: str, activations: str = "observed", scope: str = "all") -> Path:
-        path = tmp_path_factory.mktemp("out") / "checkpoint"
-        qq.export_checkpoint(trainer(scope), path, dialect=dialect, activations=activations)
-        return path
-
-    return exported
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return exported(tmp_path_factory)
 
 
 #: Every name that :func:`damages` may look up.
@@ -59,18 +36,11 @@ ALL_NAMES = [f"{m}.{ending}" for m in (MODULE, EXPERT) for endings in ENDINGS.va
 ALL_NAMES += ["model.layers.1.mlp.gate.weight", "model.norm.weight"]
 
 
-def flip(tensor: Tensor, at: int = 5, bit: int = 0) -> Tensor:
-    """One bit of the byte ``at``."""
-    flat = tensor.clone().contiguous().reshape(-1)
-    flat.view(torch.uint8)[at] ^= 1 << bit
-    return flat.view(tensor.shape)
-
-
 @dialects
 @pytest.mark.parametrize("activations", ["none", "observed"])
 @pytest.mark.parametrize("scope", ["all", "mlp", "experts"])
 def test_what_was_exported_is_what_is_trained_with(
-    scope: str, activations: str, dialect: Dialect, checkpoint: Any
+    scope: str, activations: str, dialect: Dialect, checkpoint: Exported
 ) -> None:
     path = checkpoint(dialect, activations, scope)
     quantized = {"all": 32, "mlp": 24, "experts": 24}[scope]  # 2 layers of q, k, v, o and 4 experts of 3
@@ -124,7 +94,7 @@ def damages(dialect: Dialect, stored: dict[str, Tensor]) -> dict[str, tuple[str,
 
 @dialects
 @pytest.mark.parametrize("how", damages(Dialect.MODELOPT, dict.fromkeys(ALL_NAMES, torch.ones(128))))
-def test_one_wrong_bit_is_named(how: str, dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+def test_one_wrong_bit_is_named(how: str, dialect: Dialect, checkpoint: Exported, tmp_path: Path) -> None:
     path = checkpoint(dialect)
     tensor, value, reported, said = damages(dialect, tensors(path))[how]
     damaged = rewritten(path, tmp_path / "damaged", {tensor: value})
@@ -146,7 +116,7 @@ def test_one_wrong_bit_is_named(how: str, dialect: Dialect, checkpoint: Any, tmp
 
 
 @dialects
-def test_what_only_one_side_quantizes(dialect: Dialect, checkpoint: Any) -> None:
+def test_what_only_one_side_quantizes(dialect: Dialect, checkpoint: Exported) -> None:
     with pytest.raises(VerificationError) as error:
         qq.verify(trainer("mlp"), checkpoint(dialect))
     assert "quantized in the checkpoint, not in the model" in str(error.value)
@@ -154,7 +124,7 @@ def test_what_only_one_side_quantizes(dialect: Dialect, checkpoint: Any) -> None
         qq.verify(trainer(), checkpoint(dialect, "observed", "mlp"))
 
 
-def test_a_trained_weight_differs(checkpoint: Any) -> None:
+def test_a_trained_weight_differs(checkpoint: Exported) -> None:
     model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16")
     path = checkpoint("modelopt")
     qq.verify(model, path)
@@ -214,7 +184,7 @@ def test_a_cast_that_fsdp_makes_too_is_not_said(whole: bool, tmp_path: Path) -> 
     assert ("; those that are not quantized after the cast to bfloat16" in shown) is not whole
 
 
-def test_tensors_that_are_not_in_the_source(checkpoint: Any, tmp_path: Path) -> None:
+def test_tensors_that_are_not_in_the_source(checkpoint: Exported, tmp_path: Path) -> None:
     path = checkpoint("modelopt")
     scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}  # of a KV cache: no weight
     assert qq.verify_checkpoint(SOURCE, rewritten(path, tmp_path / "cache", scale)).ok
@@ -222,7 +192,7 @@ def test_tensors_that_are_not_in_the_source(checkpoint: Any, tmp_path: Path) -> 
     assert qq.verify_checkpoint(SOURCE, extra).differences == {"model.extra.weight": "not in the source"}
 
 
-def test_tensors_that_are_not_in_the_model(checkpoint: Any, tmp_path: Path) -> None:
+def test_tensors_that_are_not_in_the_model(checkpoint: Exported, tmp_path: Path) -> None:
     """Neither a stranger, nor a scale that a W4A16 checkpoint does not have."""
     path = checkpoint("modelopt", "none")
     cache = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}  # of a KV cache: no weight
@@ -245,7 +215,9 @@ def test_another_name_of_a_tied_weight(tmp_path: Path) -> None:
 
 
 @dialects
-def test_activation_scales_of_weights_that_share_their_input(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
+def test_activation_scales_of_weights_that_share_their_input(
+    dialect: Dialect, checkpoint: Exported, tmp_path: Path
+) -> None:
     """Without observations in the model: an engine would use one of the two for both."""
     ending = ENDINGS[dialect][3]
     path, plain = checkpoint(dialect), qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16")
@@ -262,56 +234,8 @@ def test_activation_scales_of_weights_that_share_their_input(dialect: Dialect, c
     ]
 
 
-def with_json(path: Path, target: Path, file: str, change: Callable[[Any], None]) -> Path:
-    shutil.copytree(path, target)
-    content = json.loads((target / file).read_text("utf-8"))
-    change(content)
-    (target / file).write_text(json.dumps(content), "utf-8")
-    return target
-
-
-CONFIGS: dict[str, tuple[str, Callable[[Any], None], str, str]] = {
-    "another model": (
-        "config.json",
-        lambda c: c["rope_parameters"].update(rope_theta=1.0),
-        "config.json: rope_parameters.rope_theta",
-        "1.0 against 10000.0",
-    ),
-    "experts per token": (
-        "config.json",
-        lambda c: c.update(num_experts_per_tok=1),
-        "config.json: num_experts_per_tok",
-        "1 against 2",
-    ),
-    "a router that engines would quantize": (
-        "config.json",
-        lambda c: c["quantization_config"]["ignore"].remove("model.layers.1.mlp.gate"),
-        "config.json: ignore",
-        "lacks ['model.layers.1.mlp.gate']",
-    ),
-    "a weight that engines would not decode": (
-        "config.json",
-        lambda c: c["quantization_config"]["ignore"].append("model.layers.1.self_attn.k_proj"),
-        "config.json: ignore",
-        "has ['model.layers.1.self_attn.k_proj'] too",
-    ),
-    "two files that disagree": (
-        "hf_quant_config.json",
-        lambda c: c["quantization"].update(quant_algo="W4A16_NVFP4"),
-        "hf_quant_config.json: quantization: quant_algo",
-        "'W4A16_NVFP4' against 'NVFP4'",
-    ),
-    "a KV cache that is not quantized": (
-        "hf_quant_config.json",
-        lambda c: c["quantization"].update(kv_cache_quant_algo="FP8"),
-        "hf_quant_config.json: quantization: kv_cache_quant_algo",
-        "'FP8' against None",
-    ),
-}
-
-
 @pytest.mark.parametrize("how", CONFIGS)
-def test_configs_are_verified(how: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_configs_are_verified(how: str, checkpoint: Exported, tmp_path: Path) -> None:
     file, change, name, said = CONFIGS[how]
     damaged = with_json(checkpoint("modelopt"), tmp_path / "damaged", file, change)
     with pytest.raises(VerificationError) as error:
@@ -320,7 +244,7 @@ def test_configs_are_verified(how: str, checkpoint: Any, tmp_path: Path) -> None
     assert qq.verify_checkpoint(SOURCE, damaged).differences == {name: said}
 
 
-def test_files_are_verified(checkpoint: Any, tmp_path: Path) -> None:
+def test_files_are_verified(checkpoint: Exported, tmp_path: Path) -> None:
     gone = shutil.copytree(checkpoint("modelopt"), tmp_path / "gone")
     (gone / "hf_quant_config.json").unlink()
     with pytest.raises(VerificationError, match=r"first hf_quant_config\.json: .*hf_quant_config\.json is missing"):
@@ -331,7 +255,7 @@ def test_files_are_verified(checkpoint: Any, tmp_path: Path) -> None:
     assert qq.verify_checkpoint(SOURCE, other).differences["config.json: architectures"].startswith("['Qwen3MoeModel']")
 
 
-def test_what_training_changes_in_a_config_is_no_difference(checkpoint: Any) -> None:
+def test_what_training_changes_in_a_config_is_no_difference(checkpoint: Exported) -> None:
     model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16")
     model.config.use_cache = False
     model.config.pad_token_id = 7
@@ -344,7 +268,7 @@ def test_what_training_changes_in_a_config_is_no_difference(checkpoint: Any) -> 
 # Recipes.
 
 
-def test_recipes_must_agree(checkpoint: Any) -> None:
+def test_recipes_must_agree(checkpoint: Exported) -> None:
     """A trainer of one arithmetic and a checkpoint of another differ in 1 % of the codes: a mistake, not bad luck."""
     model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16", recipe="modelopt-ieee")
     with pytest.raises(ValueError, match=r"was made with recipe 'aligned', not with 'modelopt-ieee'; convert"):
@@ -393,207 +317,3 @@ def test_of_a_source_in_fp32_others_cast_or_copy_what_is_not_quantized(tmp_path:
         assert qq.verify_checkpoint(wide, other, recipe="modelopt-ieee").ok
     wrong = rewritten(path, tmp_path / "wrong", {norm: tensors(source)[norm] * 2})
     assert list(qq.verify_checkpoint(wide, wrong, recipe="modelopt-ieee").differences) == [norm]
-
-
-# Two checkpoints.
-
-
-def test_the_dialects_of_one_model_do_not_differ(checkpoint: Any) -> None:
-    for activations in ("none", "observed"):
-        assert list(qq.diff(*(checkpoint(dialect, activations) for dialect in Dialect))) == []
-
-
-POLICY = {"activation_scale": "per_token", "activation_recipe": "aligned", "residual": {"fraction": 0.25}}
-
-
-def test_differences_print_in_words(checkpoint: Any, tmp_path: Path) -> None:
-    path = checkpoint("modelopt")
-    same = qq.diff(path, path)
-    assert repr(same) == str(same) == "the same codes, scales and values, and the same other tensors"
-    assert not same.only_activation_scales
-    norms = {n: t + 1 for n, t in tensors(path).items() if n.endswith("norm.weight")}
-    rows = qq.diff(path, rewritten(path, tmp_path / "norms", norms))
-    head, *lines = str(rows).splitlines()
-    assert head == f"{len(norms)} tensors differ:"
-    assert [line.split(":")[0].strip() for line in lines] == [row["name"] for row in rows] == sorted(norms)
-    assert all(" elements, first at (0,): " in line for line in lines)
-    recorded = with_json(path, tmp_path / "told", "config.json", lambda c: c["quads_qat"].update(rollout=POLICY))
-    said = "  config.json: rollouts: not recorded against activations per_token (aligned), residual fraction 0.25"
-    assert str(qq.diff(path, recorded)).splitlines()[1].startswith(f"{said} scope token norm l2")
-    scales = qq.diff(path, checkpoint("modelopt", "none"))
-    assert scales.only_activation_scales
-    assert str(scales).startswith(f"weights are the same, bit for bit; {len(scales)} activation scales differ, the fi")
-    assert len(str(scales).splitlines()) == 21
-    with pytest.raises(ValueError, match="no such directory"):
-        qq.diff(path, tmp_path / "nowhere")  # at once, not when it is looked at
-
-
-def test_stacks_and_single_experts_are_compared(tmp_path: Path) -> None:
-    """ModelOpt keeps gpt-oss' experts in one tensor, compressed-tensors has one for each."""
-    model = qq.convert(AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "bf16" / "gpt_oss"), "w4a16")
-    paths = [tmp_path / dialect for dialect in Dialect]
-    for dialect, path in zip(Dialect, paths, strict=True):
-        qq.export_checkpoint(model, path, dialect=dialect)
-    assert list(qq.diff(*paths)) == list(qq.diff(*reversed(paths))) == []  # biases are split in one, too
-    name = "model.layers.1.mlp.experts.2.up_proj.weight_packed"
-    damaged = rewritten(paths[1], tmp_path / "damaged", {name: flip(tensors(paths[1])[name])})
-    (row,) = qq.diff(paths[0], damaged)
-    assert (row["name"], row["codes"], row["block_scales"]) == ("model.layers.1.mlp.experts.gate_up_proj", 1, 0)
-    # up_proj is every second row of gate_up_proj
-    name, stacked = "model.layers.1.mlp.experts.2.up_proj.bias", "model.layers.1.mlp.experts.gate_up_proj_bias"
-    bias = tensors(paths[1])[name]
-    changed = rewritten(paths[1], tmp_path / "changed", {name: torch.cat([bias[:3], bias[3:4] + 1, bias[4:]])})
-    (row,) = qq.diff(changed, paths[0])
-    assert row["name"] == stacked
-    assert row["difference"].startswith(f"1 of {tensors(paths[0])[stacked].numel()} elements, first at (2, 7): ")
-    short = rewritten(paths[1], tmp_path / "short", {name: bias[:-1].clone()})
-    assert [(row["name"], "must have shape" in row["difference"]) for row in qq.diff(short, paths[0])] == [
-        (stacked, True)
-    ]
-    lacking = rewritten(paths[1], tmp_path / "lacking", {name: None})
-    (row,) = qq.diff(paths[0], lacking)
-    assert (row["name"], row["difference"]) == (stacked, f"{lacking}: tensor {name} is missing")
-    lacking = rewritten(paths[0], tmp_path / "without", {stacked: None})
-    (row,) = qq.diff(paths[1], lacking)
-    assert (row["name"], row["difference"]) == (stacked, f"{lacking}: tensor {stacked} is missing")
-
-
-@dialects
-def test_differences_within_and_across_dialects(dialect: Dialect, checkpoint: Any, tmp_path: Path) -> None:
-    codes, block_scale, _, input_scale = (f"{MODULE}.{ending}" for ending in ENDINGS[dialect])
-    stored = tensors(checkpoint(dialect))
-    change = {
-        codes: flip(stored[codes], bit=2),
-        block_scale: flip(stored[block_scale], at=100),
-        input_scale: stored[input_scale] / 2,
-        f"{EXPERT}.{ENDINGS[dialect][3]}": None,
-        "model.norm.weight": flip(stored["model.norm.weight"], at=2),
-        "lm_head.weight": None,
-        "model.new": torch.ones(2),
-    }
-    damaged = rewritten(checkpoint(dialect), tmp_path / "damaged", change)
-    for other in Dialect:
-        rows = {row.pop("name"): row for row in qq.diff(checkpoint(other), damaged)}
-        assert rows.keys() == {
-            f"{MODULE}.weight",
-            f"{EXPERT}.weight",
-            "model.norm.weight",
-            "lm_head.weight",
-            "model.new",
-        }
-        row = rows[f"{MODULE}.weight"]
-        assert (row["codes"], row["block_scales"]) == (1, 1)
-        assert 1 < row["values"] <= 17
-        assert row["max_abs"] > 0
-        assert row["input_amax"][0] in (2 * row["input_amax"][1], row["input_amax"][1] / 2)
-        assert rows[f"{EXPERT}.weight"]["input_amax"][1] is None
-        assert rows[f"{EXPERT}.weight"]["values"] == 0
-        assert rows["model.norm.weight"] == {"difference": rows["model.norm.weight"]["difference"]}
-        assert rows["lm_head.weight"] == {"only_in": str(checkpoint(other))}
-        assert rows["model.new"] == {"only_in": str(damaged)}
-
-
-def test_a_weight_that_one_checkpoint_keeps_in_bf16(checkpoint: Any) -> None:
-    rows = list(qq.diff(checkpoint("modelopt"), checkpoint("modelopt", "observed", "mlp")))
-    assert {row["name"] for row in rows} == {
-        f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (0, 1) for p in "qkvo"
-    }
-    assert {row["only_in"] for row in rows} == {
-        str(checkpoint("modelopt")),
-        str(checkpoint("modelopt", "observed", "mlp")),
-    }
-
-
-def test_rows_for_scales_damage_and_contracts(checkpoint: Any, tmp_path: Path) -> None:
-    """A scale counts by itself (of a weight that is zero, say); what cannot be read does not end the comparison."""
-    path = checkpoint("modelopt")
-    stored = tensors(path)
-    change = {
-        f"{MODULE}.weight": torch.zeros_like(stored[f"{MODULE}.weight"]),
-        f"{MODULE}.weight_scale_2": stored[f"{MODULE}.weight_scale_2"] * 2,
-        f"{EXPERT}.weight_scale": None,
-    }
-    zeros = rewritten(path, tmp_path / "zeros", {f"{MODULE}.weight": change[f"{MODULE}.weight"]})
-    damaged = rewritten(path, tmp_path / "damaged", change)
-    scale = stored[f"{MODULE}.weight_scale_2"].item()
-    rows = {row["name"]: row for row in qq.diff(zeros, damaged)}
-    assert rows[f"{MODULE}.weight"]["per_tensor_scale"] == [scale, 2 * scale]
-    assert rows[f"{MODULE}.weight"]["values"] == 0
-    assert rows[f"{EXPERT}.weight"] == {
-        "name": f"{EXPERT}.weight",
-        "difference": f"{EXPERT}.weight_scale is missing; {EXPERT}.weight cannot be decoded without it",
-    }
-    qq.export_checkpoint(
-        trainer(), tmp_path / "told", dialect="modelopt", activations="observed", residual=qq.ResidualConfig()
-    )
-    (row,) = qq.diff(path, tmp_path / "told")
-    assert row["name"] == "config.json"
-    assert row["difference"].startswith("rollouts: not recorded against activations per_token (aligned), residual ")
-    foreign = with_json(path, tmp_path / "foreign", "config.json", lambda c: c.pop("quads_qat"))
-    assert list(qq.diff(path, foreign)) == [
-        {"name": "config.json", "difference": "only the first has a quads_qat entry"}
-    ]
-
-
-def test_shapes_that_differ(checkpoint: Any, tmp_path: Path) -> None:
-    codes, block_scale = (f"{MODULE}.{ending}" for ending in ENDINGS[Dialect.MODELOPT][:2])
-    stored = tensors(checkpoint("modelopt"))
-    fewer = {
-        name: stored[name].view(torch.uint8)[:-1].clone().view(stored[name].dtype) for name in (codes, block_scale)
-    }
-    (row,) = qq.diff(checkpoint("modelopt"), rewritten(checkpoint("modelopt"), tmp_path / "fewer", fewer))
-    assert row == {"name": f"{MODULE}.weight", "shapes": [[64, 128], [63, 128]]}
-
-
-def test_inspection_finds_what_engines_would_mangle(checkpoint: Any, tmp_path: Path) -> None:
-    path = checkpoint("modelopt")
-    found = inspect_checkpoint(path)
-    assert found["problems"] == []
-    assert (found["dialect"], found["recipe"], found["weights"]) == ("modelopt", "aligned", "W4A4")
-    assert found["quantized_weights"] == 32
-    assert found["contract"] == ["scope: all", "rollouts: not recorded"]
-    up = "model.layers.0.mlp.experts.1.up_proj"
-    change: dict[str, Tensor | None] = {
-        f"{up}.weight_scale_2": tensors(path)[f"{up}.weight_scale_2"] * 2,
-        f"{EXPERT}.input_scale": None,
-        f"{MODULE}.weight_scale_2": torch.tensor(0.0),
-    }
-    problems = "\n".join(inspect_checkpoint(rewritten(path, tmp_path / "damaged", change))["problems"])
-    assert "model.layers.0.mlp.experts.1.{gate_proj,up_proj}: engines fuse these weights, but their" in problems
-    assert "1 of 32 weights of a W4A4 checkpoint have no activation scale" in problems
-    assert f"{MODULE}.weight_scale_2 must be one finite number > 0" in problems
-    for how, said in (
-        ("two files that disagree", "hf_quant_config.json: quant_algo is not what config.json says"),
-        (
-            "a weight that engines would not decode",
-            "config.json: ignore lists model.layers.1.self_attn.k_proj, which is",
-        ),
-    ):
-        file, changed, *_ = CONFIGS[how]
-        (problem, *_) = inspect_checkpoint(with_json(path, tmp_path / how, file, changed))["problems"]
-        assert problem.startswith(said)
-    foreign = CHECKPOINTS / "modelopt" / "qwen3-w4a16_nvfp4"
-    assert inspect_checkpoint(foreign)["recipe"] == "modelopt (assumed: the checkpoint does not say)"
-
-
-def test_the_recipe_travels_in_the_config(checkpoint: Any) -> None:
-    assert config(checkpoint("compressed-tensors"))["quads_qat"] == {
-        "version": 2,
-        "recipe": "aligned",
-        "export_dtype": "bfloat16",
-        "scope": "all",
-        "quantized": [f"model.layers.0-1.{name}" for name in (*(f"self_attn.{x}_proj" for x in "qkvo"), "mlp.experts")],
-        "high_precision": ["model.embed_tokens", "model.layers.0-1.mlp.gate", "lm_head"],
-        "trainer": "w4a16",
-        "scale_groups": {"fused": [list(names) for names in FUSED_LINEARS], "rules": []},
-        "activations": "observed",
-        "rollout": None,
-    }
-
-
-def test_inspection_shows_what_rollouts_are_to_do(checkpoint: Any, tmp_path: Path) -> None:
-    model = qq.convert(qq.load_model(checkpoint("modelopt")), "w4a16")
-    residual = qq.ResidualConfig(fraction=0.25, scope="block")
-    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt", residual=residual)
-    shown = inspect_checkpoint(tmp_path / "out")["contract"]
-    assert shown == ["scope: all", "rollouts: activation scale per_token, residual 25% in scope block"]
