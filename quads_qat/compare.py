@@ -36,7 +36,9 @@ def difference(actual: Tensor, expected: Tensor, sides: tuple[str, str]) -> str 
     first = tuple(wrong.nonzero()[0].tolist())
     count = int(wrong.sum())
     values = f"{actual[first].item()} {there} against {expected[first].item()} {here}"
-    return f"{count} of {wrong.numel()} elements, first at {first}: {values}"
+    zeros = actual.is_floating_point() and torch.equal(actual.cpu().float(), expected.cpu().float())
+    what = " in the sign of zero alone" if zeros else ""
+    return f"{count} of {wrong.numel()} elements{what}, first at {first}: {values}"
 
 
 def cast_note(root: nn.Module, rest: Mapping[str, tuple[Tensor, torch.dtype]]) -> str:

@@ -144,7 +144,7 @@ def _opened(model: nn.Module, path: str | Path) -> tuple[nn.Module, Conversion, 
     require_unwrapped(root, "verify")
     require_same_modules(root, conversion, "verify")
     checkpoint = Checkpoint.open(path)
-    _require_recipe(checkpoint, conversion.recipe)
+    _require_recipe(checkpoint, conversion.recipe, "convert the model with recipe='{}', or export it again")
     if checkpoint.contract is not None:
         mine, where = Contract.of_conversion(conversion), f"verify: {checkpoint.reader.path}"
         mine.require_same(checkpoint.contract, where, modules=False)  # which ones differ, is said by their names
@@ -248,7 +248,7 @@ def verify_checkpoint(
     if "quantization_config" in checkpoint_io.Reader(source).config:
         raise ValueError(f"{source} is quantized already; give the BF16 checkpoint first, or compare the two with diff")
     if recipe is not None:
-        _require_recipe(checkpoint, Recipe(recipe))
+        _require_recipe(checkpoint, Recipe(recipe), "give recipe='{}' (--recipe) or none, or quantize it again")
         checkpoint.recipe = Recipe(recipe)
     reader = checkpoint_io.Reader(source)
     model, conversion, _ = plan_checkpoint(
@@ -297,13 +297,13 @@ def _as_copied(tensor: Tensor, checkpoint: Checkpoint, name: str, cast: torch.dt
     return tensor.to(cast)
 
 
-def _require_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
+def _require_recipe(checkpoint: Checkpoint, recipe: Recipe, way_out: str) -> None:
     alike = FOREIGN_RECIPES[checkpoint.dialect] if checkpoint.foreign else (checkpoint.recipe,)
     if recipe not in alike:
         made = " or ".join(f"'{r}'" for r in alike)
         raise ValueError(
-            f"verify: {checkpoint.reader.path} was made with recipe {made}, not with '{recipe}'; convert the model "
-            f"with recipe={alike[0].value!r}, or export it again"
+            f"verify: {checkpoint.reader.path} was made with recipe {made}, not with '{recipe}'; "
+            f"{way_out.format(alike[0].value)}"
         )
 
 

@@ -105,3 +105,11 @@ def test_round_trip(arch: str, tmp_path: Path) -> None:
             assert (actual - wanted).float().norm() < 0.02 * wanted.float().norm()
         else:
             assert torch.equal(actual, wanted)
+
+
+def test_a_trainer_of_decoded_weights_has_lost_the_signs_of_zeros_alone(tmp_path: Path):
+    model = qq.convert(tiny_model("qwen3_moe"), "w4a16")
+    qq.export_checkpoint(model, tmp_path / "out", dialect="modelopt")
+    again = qq.convert(qq.load_model(tmp_path / "out"), "w4a16")
+    with pytest.raises(ValueError, match=r"elements in the sign of zero alone, first at .*: -0\.0 in the checkpoint"):
+        qq.verify(again, tmp_path / "out")
