@@ -273,7 +273,7 @@ def test_recipes_must_agree(checkpoint: Exported) -> None:
     model = qq.convert(AutoModelForCausalLM.from_pretrained(SOURCE), "w4a16", recipe="modelopt-ieee")
     with pytest.raises(ValueError, match=r"was made with recipe 'aligned', not with 'modelopt-ieee'; convert"):
         qq.verify(model, checkpoint("modelopt"))
-    with pytest.raises(ValueError, match=r"was made with recipe 'aligned', not with 'modelopt'"):
+    with pytest.raises(ValueError, match=r"was made with recipe 'aligned', not with 'modelopt'; give recipe='aligned'"):
         qq.verify_checkpoint(SOURCE, checkpoint("modelopt"), recipe="modelopt")
     assert qq.verify_checkpoint(SOURCE, checkpoint("modelopt"), recipe="aligned").ok
     for refused in (AutoModelForCausalLM.from_pretrained(SOURCE), qq.convert(model, "w4a4_residual")):
