@@ -301,6 +301,9 @@ def _dtype(member: tuple[nn.Module, str, str]) -> torch.dtype:
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that hold a parameter of two or more dims directly."""
+    for name, module in model.named_modules():
+        if any(isinstance(p, nn.UninitializedParameter) for p in module._parameters.values()):
+            raise ValueError(f"convert: {name} has no weight before its first forward (it is lazy); run a batch first")
     return {
         name: module
         for name, module in model.named_modules()
@@ -368,6 +371,8 @@ def _why_not(
 def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> None:
     if is_zero3(weight):
         raise ValueError(f"convert: {name} {ZERO3}")
+    if weight.numel() == 0:
+        raise ValueError(f"convert: {name} {list(weight.shape)} holds nothing; remove it, or exclude its module")
     if weight.dtype not in _FLOATS:
         raise TypeError(
             f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "

@@ -162,6 +162,8 @@ class _Amaxes:
     def __call__(self, module: nn.Module, parameter: str, expert: int | None, x: Tensor) -> None:
         if expert is None or expert >= 0:
             weight = self.weights[f"{self.names[id(module)]}.{parameter}"]
+            if checks.can_look(x):  # an amax is that of the finite rest
+                checks.require_finite(f"calibrate: {weight.name}", x, "x", checks.OF_AN_INPUT)
             self.observers[activation_key(weight.group)].update(x)
 
     def found(self) -> dict[str, Tensor]:

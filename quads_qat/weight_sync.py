@@ -197,6 +197,8 @@ def _checked_item(item: Any) -> tuple[str, Tensor]:
             f"update_weights: named_tensors must yield (name, tensor) pairs, got {type(name).__name__} and "
             f"{type(tensor).__name__}; {_STREAMS}"
         )
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"update_weights: {name} is of the layout {tensor.layout}; send it dense: tensor.to_dense()")
     if tensor.is_meta:
         raise ValueError(f"update_weights: {name} is on the meta device and has no values; load the weights first")
     return name, tensor

@@ -353,6 +353,20 @@ def test_an_error_in_a_batch_leaves_the_rollout_as_it_was():
     assert "record" not in model[0].__dict__
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_batches_that_overflow_calibrate_nothing(value: float):
+    model = one_linear(activation_scale="static")
+    x = normal(3, 64)
+    qq.calibrate(model, [x])
+    before = qq.quant_state_dict(model)
+    x[1, 5] = value
+    with pytest.raises(ValueError, match=r"calibrate: 0\.weight: x holds 1 NaN or inf of 192 elements"):
+        qq.calibrate(model, [x * 2])
+    after = qq.quant_state_dict(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
 def test_a_compiled_rollout_is_calibrated_eagerly():
     eager, compiled = one_linear(), one_linear()
     qq.calibrate(eager, [normal(9, 64)])

@@ -382,3 +382,20 @@ def test_dtypes_that_cannot_be_quantized_are_refused_by_name(mode: str):
     experts = qq.convert(tiny_model("qwen3_moe"), mode).double().model.layers[0].mlp.experts
     with pytest.raises(TypeError, match=r"mlp\.experts\.gate_up_proj: master weights must be .*, got torch\.float64"):
         experts(torch.zeros(1, 64).double(), torch.tensor([[0, 1]]), torch.ones(1, 2).double())
+
+
+@pytest.mark.parametrize(("shape", "named"), [((32, 0), r"\[0, 32\]"), ((0, 8), r"\[8, 0\]")])
+def test_a_weight_without_elements_is_refused(shape: tuple[int, int], named: str):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(*shape))
+    with pytest.raises(ValueError, match=rf"convert: 1\.weight {named} holds nothing; remove it, or exclude"):
+        qq.convert(model, "w4a16")
+    qq.convert(model, "w4a16", exclude=["1"])
+
+
+def test_a_weight_that_is_not_there_yet_is_refused():
+    """It would become a plain linear, which ``coverage`` lists as something else."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(16))
+    with pytest.raises(ValueError, match=r"convert: 1 has no weight before its first forward .*run a batch first"):
+        qq.convert(model, "w4a16")
+    model(X)
+    assert len(qq.coverage(qq.convert(model, "w4a16")).quantized) == 2

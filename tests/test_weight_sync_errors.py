@@ -193,6 +193,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: packed(trainer(recipe="modelopt")),
         r"must be a power of two \(recipe 'aligned'\), got .*; the trainer has another recipe than the rollout",
     ),
+    "a sparse tensor": (
+        lambda: change(FORMS["the model's names"](trainer()), f"{Q}.weight", lambda t: t.to_sparse()),
+        r"q_proj\.weight is of the layout torch\.sparse_coo; send it dense: tensor\.to_dense\(\)",
+    ),
     "no pair in the middle": (
         lambda: iter([*packed()[:9], packed()[9][1]]),
         r"must yield \(name, tensor\) pairs, got NoneType and Tensor",
