@@ -158,8 +158,6 @@ def quantize(
     from quads_qat.nvfp4_checkpoint import Checkpoint
     from quads_qat.quantize import quantize_checkpoint
 
-    recorded: dict[str, Any] = {"fraction": residual_fraction, "scope": residual_scope}
-    recorded = {name: value for name, value in recorded.items() if value is not None}
     console.quiet_transformers()
     with console.bar_of_bytes(source.name) as progress:
         made = quantize_checkpoint(
@@ -172,7 +170,7 @@ def quantize(
             exclude=exclude or (),
             activations="none" if activations_from is None else activations_from,
             calibrate=calibrate,
-            residual=ResidualConfig(**recorded) if recorded else None,
+            residual=_residual(residual_fraction, residual_scope),
             activation_scale=activation_scale,
             shard_bytes=_bytes(max_shard_size),
             workers=workers,
@@ -184,6 +182,13 @@ def quantize(
     quantized, size = len(written.quantized()), written.reader.nbytes()
     facts: dict[str, Any] = {"dialect": dialect.value, "recipe": recipe.value, "quantized": quantized}
     console.print_written(destination, size, made, as_json, what=f"{quantized} weights quantized, ", **facts)
+
+
+def _residual(fraction: float | None, scope: ResidualScope | None) -> ResidualConfig | None:
+    """What the options ask for; None if they ask for nothing."""
+    asked: dict[str, Any] = {"fraction": fraction, "scope": scope}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    return ResidualConfig(**asked) if asked else None
 
 
 def _check_activation_options(weights_only: bool, calibrate: Path | None, activations_from: Path | None) -> None:
@@ -334,8 +339,18 @@ def diagnose(
     rollout: Annotated[Path, typer.Argument(help="NVFP4 checkpoint.")],
     text: Annotated[Path, typer.Option(help="Text file on which both are compared.")],
     mode: Annotated[TrainerMode | None, typer.Option(help="Convert the BF16 trainer first.")] = None,
-    fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Channels that are compensated; default: what is recorded.")
+    residual_fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--residual-fraction",
+            "--fraction",
+            min=0,
+            max=1,
+            help="Share of channels that the rollout compensates; default: what is recorded.",
+        ),
+    ] = None,
+    residual_scope: Annotated[
+        ResidualScope | None, typer.Option(help="Over what those channels are ranked; default: what is recorded.")
     ] = None,
     rollout_dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a row.")] = 512,
@@ -362,7 +377,7 @@ def diagnose(
             rollout,
             text,
             mode=None if mode is None else Mode(mode.value),
-            residual=None if fraction is None else ResidualConfig(fraction=fraction),
+            residual=_residual(residual_fraction, residual_scope),
             rollout_dtype=None if rollout_dtype is None else getattr(torch, rollout_dtype),
             length=length,
             rows=rows,

@@ -141,8 +141,8 @@ def rollout_policy(
         warnings.warn(
             f"{checkpoint.reader.path} does not record what rollouts do with activations; this one takes "
             f"activation_scale='{chosen.activation.scale}' and compensates {chosen.residual.fraction:.0%} of the "
-            f"channels (scope='{chosen.residual.scope}'). Pass residual= (diagnose: --fraction), or record it: "
-            "export_checkpoint(..., residual=...), quantize --residual-fraction",
+            f"channels (scope='{chosen.residual.scope}'). Pass residual= (diagnose: --residual-fraction), or record "
+            "it: export_checkpoint(..., residual=...), quantize --residual-fraction",
             stacklevel=3,
         )
     return (None, None) if chosen is None or weights_only else (chosen.activation, chosen.residual)

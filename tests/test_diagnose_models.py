@@ -443,6 +443,13 @@ def test_the_command_on_the_bundled_model(nvfp4: Path, tmp_path: Path):
         done = quads_qat("diagnose", trainer, nvfp4, *what, *mode, "--fraction", 0, "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["gap"]["delta_weight"]["max"] == 0.0
+    naive = json.loads(done.stdout)["gap"]["delta_act"]
+    gaps = []
+    for scope in ("token", "batch"):
+        residual = ("--residual-fraction", 0.5, "--residual-scope", scope)
+        done = quads_qat("diagnose", nvfp4, nvfp4, *what, *residual, "--json")
+        gaps.append(json.loads(done.stdout)["gap"]["delta_act"])
+    assert naive != gaps[0] != gaps[1] != naive
 
 
 def test_the_command_says_what_is_wrong_in_one_line(nvfp4: Path, tmp_path: Path):

@@ -123,7 +123,7 @@ def test_what_no_file_records_is_said_once(read: Any) -> None:
     said = (
         r"does not record what rollouts do .*_scale='per_token' and compensates 50% of the channels \(scope='token'\)"
     )
-    said += r"\. Pass residual= \(diagnose: --fraction\), or record it: export_checkpoint\(\.\.\., residual=\.\.\.\)"
+    said += r"\. Pass residual= \(diagnose: --residual-fraction\), or record it: export_checkpoint\("
     with pytest.warns(UserWarning, match=said) as seen:
         read(peer)
     assert sum("does not record" in str(w.message) for w in seen) == 1
