@@ -26,10 +26,9 @@ class Hopper:
     Attributes:
         rows: of W: 64, 128 or 256.
         columns: rows of x; a second term has as many.
-        stages: steps of 64 elements of K in the ring.
+        stages: steps of 64 elements of K of x in its ring; that of W has one more.
         warps: that multiply: 4 or 8, 64 rows each four.
-        decoders: warps that decode, in teams: 4 or 8.
-        programs: a multiprocessor.
+        decoders: warps that decode, in two teams: 4 or 8.
         ahead: times 256 elements of K, the codes in shared memory.
         stream: every program has as many steps, where tiles may be shared; of linears only.
     """
@@ -39,7 +38,6 @@ class Hopper:
     stages: int
     warps: int = 8
     decoders: int = 4
-    programs: int = 1
     ahead: int = 2
     stream: bool = False
 
@@ -65,21 +63,20 @@ def programs_of(config: Hopper, m: int, n: int, k: int, groups: int, processors:
     used = min(groups, m)
     tall = used + (m - used) // config.columns if groups else cdiv(m, config.columns)
     pieces = tall * cdiv(n, config.rows) * (k // K_STEP if config.stream else 1)
-    return min(pieces, config.programs * processors)
+    return min(pieces, processors)
 
 
 @lru_cache(maxsize=1024)
 def options_of(config: Hopper, terms: int, groups: int, scale_per_group: bool, bias: bool) -> dict[str, object]:
     """What the kernel is compiled with, but for what depends on the shape."""
     threads = 32 * (config.warps + config.decoders)
-    each = 65536 // (threads * (2 if threads == 256 else config.programs)) // 8 * 8
+    each = 128 if threads == 256 else 65536 // threads // 8 * 8
     registers = {4: 152, 8: 128}[config.decoders] if threads > 256 else 104
     return {
         "ROWS": config.rows,
         "COLUMNS": config.columns,
         "STAGES": config.stages,
         "AHEAD": config.ahead,
-        "TEAMS": 4 if config.stages >= 4 else 2,
         "DECODERS": config.decoders,
         "REGISTERS": registers,
         "TERMS": terms,

@@ -1,9 +1,9 @@
 """The GEMM kernel for many rows on Hopper, in Gluon: some warps decode while others multiply.
 
 A ``wgmma`` whose weights come from registers never overlaps with the decoding of the same warps. So here *decoders*
-read codes and block scales, write tiles of W into a ring in shared memory, and ask for the tiles of x beside them; the
-other warps only wait for a slot of the ring, issue ``wgmma`` on it and give it back. K keeps its order. Weights are the
-left operand, y.T = W x.T: a tile of W is decoded once and meets as many rows of x as a tile holds, of both terms.
+read codes and block scales and write tiles of W into a ring in shared memory; the other warps wait for a slot of it,
+issue ``wgmma`` on it and give it back, and ask for tiles of x in a ring of their own. K keeps its order. Weights are
+the left operand, y.T = W x.T: a tile of W is decoded once and meets as many rows of x as a tile holds, of both terms.
 
 Programs stay, one or two a multiprocessor, and take piece after piece of the work: while one is stored, the next is
 being decoded. A piece is a tile; where the number of tiles would leave multiprocessors idle, STREAM gives every program
@@ -137,9 +137,8 @@ def _piece(i, first, tiles, steps, STREAM: gl.constexpr):
 
 @gluon.jit
 def _following(
-    i,
+    piece,
     group,
-    first,
     row,
     run,
     left,
@@ -151,15 +150,15 @@ def _following(
     GROUPS: gl.constexpr,
     STREAM: gl.constexpr,
 ):
-    """The group of steps after one: its piece, group, rows of x and of W, first step, and how many are left of it."""
+    """The group of steps after one: its piece, group, rows of W, first step, and how many are left of the piece."""
     m, n, _groups, tiles, steps = sizes
     run += _GROUP
     left -= _GROUP
     if left == 0:
-        i += 1
-        tile, run, left = _piece(i, first_tile, tiles, steps, STREAM)
-        group, first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
-    return i, group, first, row, run, left
+        piece += 1
+        tile, run, left = _piece(piece, first_tile, tiles, steps, STREAM)
+        group, _first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
+    return piece, group, row, run, left
 
 
 @gluon.jit
@@ -170,68 +169,49 @@ def _decode(
     ring,
     sizes,
     STEP: gl.constexpr,
-    TEAMS: gl.constexpr,
-    TERMS: gl.constexpr,
+    COLUMNS: gl.constexpr,
     GROUPS: gl.constexpr,
     STREAM: gl.constexpr,
 ):
-    """One of TEAMS teams of decoders: has every TEAMS-th step, over all pieces of this program; team 0 asks for codes.
+    """One of two teams of decoders: has every second step, over all pieces of this program; team 0 asks for codes.
 
-    Each takes long to fill a slot, most of it in fences and barriers, but they fill several at a time. There are no
-    more teams than slots: one further ahead of the others could not tell a phase from the one after the next.
+    Each takes long to fill a slot, most of it in fences and barriers, but they fill two at a time.
     """
-    x_desc, second_desc, words_desc, scales_desc = descriptors
+    words_desc, scales_desc = descriptors
     words, scales, ready, taken = packed_ring
-    ws, xs, seconds, full, empty = ring
+    ws, full, empty = ring
     m, n, groups, tiles, steps = sizes
     STAGES: gl.constexpr = ws.shape[0]
     ROWS: gl.constexpr = ws.shape[1]
-    COLUMNS: gl.constexpr = xs.shape[1]
     AHEAD: gl.constexpr = words.shape[0]
     WORDS: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 4)
     SCALES: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 1)
-    BYTES: gl.constexpr = COLUMNS * 128 * TERMS
-    BOX: gl.constexpr = x_desc.block_type.shape[0]
-    BOXES: gl.constexpr = COLUMNS // BOX
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    x_boxes = xs._reinterpret(gl.bfloat16, [STAGES * BOXES, BOX, 64], TILE)
-    second_boxes = seconds._reinterpret(gl.bfloat16, [STAGES * BOXES, BOX, 64], TILE)
-    table = _table(ends_ptr, groups, GROUPS, COLUMNS)
     first_tile, _count, total = _pieces(tiles, steps, STREAM)
-    piece = 0
-    tile, run, left = _piece(piece, first_tile, tiles, steps, STREAM)  # run: 64 elements of K
-    group, first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
     if STEP == 0:  # what is asked for is AHEAD - 1 groups of steps after what is decoded
-        a_piece, a_group, a_first, a_row, a_run, a_left = piece + 0, group + 0, first + 0, row + 0, run + 0, left + 0
+        table = _table(ends_ptr, groups, GROUPS, COLUMNS)
+        piece = 0
+        tile, run, left = _piece(piece, first_tile, tiles, steps, STREAM)  # run: 64 elements of K
+        group, _first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
         for i in gl.static_range(AHEAD - 1):
-            _ask(words_desc, scales_desc, words, scales, ready, i, a_group * n + a_row, a_run, i < total)
-            a_piece, a_group, a_first, a_row, a_run, a_left = _following(
-                a_piece, a_group, a_first, a_row, a_run, a_left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
+            _ask(words_desc, scales_desc, words, scales, ready, i, group * n + row, run, i < total)
+            piece, group, row, run, left = _following(
+                piece, group, row, run, left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
             )
     for g in range(total):
         if STEP == 0:
             last = g + AHEAD - 1
             mbarrier.wait(taken.index(last % AHEAD), ((g - 1) // AHEAD) & 1, pred=g > 0)
-            at_row = a_group * n + a_row
-            _ask(words_desc, scales_desc, words, scales, ready, last % AHEAD, at_row, a_run, last < total)
-            a_piece, a_group, a_first, a_row, a_run, a_left = _following(
-                a_piece, a_group, a_first, a_row, a_run, a_left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
+            at_row = group * n + row
+            _ask(words_desc, scales_desc, words, scales, ready, last % AHEAD, at_row, run, last < total)
+            piece, group, row, run, left = _following(
+                piece, group, row, run, left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
             )
         here = g % AHEAD
         mbarrier.wait(ready.index(here), (g // AHEAD) & 1)
-        for j in gl.static_range(STEP, _GROUP, TEAMS):
+        for j in gl.static_range(STEP, _GROUP, 2):
             count = g * _GROUP + j
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BYTES)
-            for b in gl.static_range(BOXES):
-                # past the last row other rows do as well: their sums are not stored, and copying nothing is slow
-                x_row = gl.where(first + b * BOX < m, first + b * BOX, first)
-                at = [x_row, (run + j) * 64]
-                tma.async_copy_global_to_shared(x_desc, at, full.index(slot), x_boxes.index(slot * BOXES + b))
-                if TERMS == 2:
-                    box = second_boxes.index(slot * BOXES + b)
-                    tma.async_copy_global_to_shared(second_desc, at, full.index(slot), box)
             codes = words.index(here).slice(8 * j, 8, dim=1)
             pairs = scales.index(here)._reinterpret(gl.int16, [ROWS, 2 * _GROUP], gl.NVMMASharedLayout(0, 16, 2))
             for i in gl.static_range(ROWS // 64):
@@ -241,9 +221,28 @@ def _decode(
             fence_async_shared()
             mbarrier.arrive(full.index(slot), count=1)
         mbarrier.arrive(taken.index(here), count=1)
-        piece, group, first, row, run, left = _following(
-            piece, group, first, row, run, left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
-        )
+
+
+@gluon.jit
+def _ask_for_rows(descriptors, x_ring, slot, first, run, m, wanted, TERMS: gl.constexpr):
+    """Start to copy 64 elements of K of a tile of x, of both terms, into ``slot``."""
+    x_desc, second_desc = descriptors
+    xs, seconds, arrived = x_ring
+    STAGES: gl.constexpr = xs.shape[0]
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
+    BOXES: gl.constexpr = xs.shape[1] // BOX
+    BYTES: gl.constexpr = xs.shape[1] * 128 * TERMS
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    bar = arrived.index(slot)
+    mbarrier.expect(bar, BYTES, pred=wanted)
+    for b in gl.static_range(BOXES):
+        # past the last row other rows do as well: their sums are not stored, and copying nothing is slow
+        at = [gl.where(first + b * BOX < m, first + b * BOX, first), run * 64]
+        box = xs._reinterpret(gl.bfloat16, [STAGES * BOXES, BOX, 64], TILE).index(slot * BOXES + b)
+        tma.async_copy_global_to_shared(x_desc, at, bar, box, pred=wanted)
+        if TERMS == 2:
+            box = seconds._reinterpret(gl.bfloat16, [STAGES * BOXES, BOX, 64], TILE).index(slot * BOXES + b)
+            tma.async_copy_global_to_shared(second_desc, at, bar, box, pred=wanted)
 
 
 @gluon.jit
@@ -306,10 +305,30 @@ def _store(y_ptr, buffer, tile, first, stop, row, n, p, bias_ptr, BIAS: gl.const
 
 
 @gluon.jit
+def _store_all(y_ptr, buffer, acc, first, stop, row, n, p, bias_ptr, BIAS: gl.constexpr):
+    """``_store`` of a tile, as many rows of y at a time as the buffer holds."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    C: gl.constexpr = buffer.shape[0]
+    if C == COLUMNS:
+        STORED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, C, 16])
+        _store(
+            y_ptr, buffer, gl.convert_layout(acc, STORED, assert_trivial=True), first, stop, row, n, p, bias_ptr, BIAS
+        )
+    else:
+        HALF: gl.constexpr = COLUMNS // 2
+        left, right = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
+        _store_all(y_ptr, buffer, left, first, stop, row, n, p, bias_ptr, BIAS)
+        _store_all(y_ptr, buffer, right, first + HALF, stop, row, n, p, bias_ptr, BIAS)
+
+
+@gluon.jit
 def _multiply(
+    descriptors,
     pointers,
     buffer,
     ring,
+    x_ring,
     sizes,
     TERMS: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -317,39 +336,59 @@ def _multiply(
     SCALE_PER_GROUP: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """The other warps: multiply slot after slot of the ring, and store a tile after its last."""
+    """The other warps: multiply slot after slot of both rings, and store a tile after its last."""
     per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, ready_ptr = pointers
-    ws, xs, seconds, full, empty = ring
+    ws, full, empty = ring
+    xs, seconds, arrived = x_ring
     m, n, groups, tiles, steps = sizes
     STAGES: gl.constexpr = ws.shape[0]
+    X_STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = ws.shape[1]
     COLUMNS: gl.constexpr = xs.shape[1]
-    HALF: gl.constexpr = COLUMNS // 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
-    STORED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 16])
     table = _table(ends_ptr, groups, GROUPS, COLUMNS)
+    first_tile, pieces, _total = _pieces(tiles, steps, STREAM)
+    tile, run, count = _piece(0, first_tile, tiles, steps, STREAM)
+    group, first, stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
+    for i in gl.static_range(X_STAGES):
+        _ask_for_rows(descriptors, x_ring, i, first, run + i, m, pieces > 0, TERMS)
     slot = 0
     phase = 0
-    first_tile, pieces, _total = _pieces(tiles, steps, STREAM)
+    x_slot = 0
+    x_phase = 0
     for piece in range(pieces):
-        tile, run, count = _piece(piece, first_tile, tiles, steps, STREAM)
-        group, first, stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
+        more = piece + 1 < pieces
+        next_tile, next_run, next_count = _piece(piece + 1, first_tile, tiles, steps, STREAM)
+        next_group, next_first, next_stop, next_row = _place(next_tile, m, n, table, ROWS, COLUMNS, GROUPS)
         acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
         gl.assume(count > 0)  # a loop that may be empty makes ptxas wait for every wgmma
         for t in range(count):
             mbarrier.wait(full.index(slot), phase)
+            mbarrier.wait(arrived.index(x_slot), x_phase)
             w = ws.index(slot)._reinterpret(gl.bfloat16, [ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
-            acc = warpgroup_mma(w, xs.index(slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(w, xs.index(x_slot).permute((1, 0)), acc, is_async=True)
             if TERMS == 2:
-                acc = warpgroup_mma(w, seconds.index(slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(TERMS, deps=[acc])  # what was before is done: its slot is free
+                acc = warpgroup_mma(w, seconds.index(x_slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(TERMS, deps=[acc])  # what was before is done: its slots are free
             mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1, pred=t > 0)
+            after = t - 1 + X_STAGES
+            own = after < count
+            x_row = gl.where(own, first, next_first)
+            x_run = gl.where(own, run + after, next_run + after - count)
+            x_before = gl.where(x_slot == 0, X_STAGES - 1, x_slot - 1)
+            _ask_for_rows(descriptors, x_ring, x_before, x_row, x_run, m, (t > 0) & (own | more), TERMS)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
+            x_slot += 1
+            if x_slot == X_STAGES:
+                x_slot = 0
+                x_phase ^= 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        x_before = gl.where(x_slot == 0, X_STAGES - 1, x_slot - 1)
+        _ask_for_rows(descriptors, x_ring, x_before, next_first, next_run + X_STAGES - 1, m, more, TERMS)
         ends = True
         if STREAM:
             ends = run + count == steps
@@ -360,11 +399,9 @@ def _multiply(
         if ends:
             p = gl.load(per_tensor_scale_ptr + (group if SCALE_PER_GROUP else 0)) * _TILE_SCALE
             bias = bias_ptr + (group * n if GROUPS > 0 and BIAS else 0)
-            left, right = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, HALF)), (0, 2, 1)))
-            left = gl.convert_layout(left, STORED, assert_trivial=True)
-            right = gl.convert_layout(right, STORED, assert_trivial=True)
-            _store(y_ptr, buffer, left, first, stop, row, n, p, bias, BIAS)
-            _store(y_ptr, buffer, right, first + HALF, stop, row, n, p, bias, BIAS)
+            _store_all(y_ptr, buffer, acc, first, stop, row, n, p, bias, BIAS)
+        tile, run, count = next_tile, next_run, next_count
+        group, first, stop, row = next_group, next_first, next_stop, next_row
 
 
 @gluon.jit(do_not_specialize=["m", "groups", "steps"])
@@ -387,7 +424,6 @@ def hopper_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    TEAMS: gl.constexpr,
     DECODERS: gl.constexpr,
     REGISTERS: gl.constexpr,
     TERMS: gl.constexpr,
@@ -399,30 +435,35 @@ def hopper_kernel(
 ):
     """Tiles of ROWS of W with COLUMNS rows of x, in ``steps`` of 64 elements of K each, a multiple of four.
 
-    A second term meets each tile of W right after the first, and both are summed in one accumulator. DECODERS warps in
-    TEAMS (2 or 4), with REGISTERS each, decode. STREAM: every program has as many steps; a workspace of a tile and a
-    zero for each program, which stays zero.
+    A second term meets each tile of W right after the first, and both are summed in one accumulator. STAGES tiles of x
+    and one more of W are held. DECODERS warps in two teams, with REGISTERS each, decode. STREAM: every program has as
+    many steps; a workspace of a tile and a zero for each program, which stays zero.
     """
+    gl.static_assert(STAGES <= _GROUP)  # a piece has as many steps, of which the first are asked for together
+    W_STAGES: gl.constexpr = STAGES + 1
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
+    ws = gl.allocate_shared_memory(gl.int32, [W_STAGES, ROWS, 32], gl.NVMMASharedLayout(128, 32, 2))
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, 64], TILE)
     seconds = xs
     if TERMS == 2:
         seconds = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, 64], TILE)
-    buffer = gl.allocate_shared_memory(gl.bfloat16, [COLUMNS // 2, ROWS], TILE)
+    buffer = gl.allocate_shared_memory(gl.bfloat16, [64 if COLUMNS > 64 else COLUMNS // 2, ROWS], TILE)
     words = gl.allocate_shared_memory(gl.int32, [AHEAD, ROWS, 8 * _GROUP], gl.NVMMASharedLayout(128, 32, 2))
     scales = gl.allocate_shared_memory(gl.uint8, [AHEAD, ROWS, 4 * _GROUP], gl.NVMMASharedLayout(0, 8, 2))
     ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BARRIER)
     taken = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], BARRIER)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(AHEAD):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(taken.index(i), count=TEAMS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # x has been asked for and arrives, W is there
+        mbarrier.init(taken.index(i), count=2)
+    for i in gl.static_range(W_STAGES):
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     _barrier()
     if PDL:
@@ -433,31 +474,19 @@ def hopper_kernel(
     else:
         tall = gl.cdiv(m, COLUMNS)
     tiles = tall * gl.cdiv(n, ROWS)
-    ring = (ws, xs, seconds, full, empty)
+    ring = (ws, full, empty)
+    x_ring = (xs, seconds, arrived)
     sizes = (m, n, groups, tiles, steps)
     pointers = (per_tensor_scale_ptr, bias_ptr, ends_ptr, y_ptr, workspace_ptr, ready_ptr)
-    descriptors = (x_desc, second_desc, words_desc, scales_desc)
+    of_x = (x_desc, second_desc)
+    of_w = (words_desc, scales_desc)
     packed = (words, scales, ready, taken)
-    gl.static_assert(TEAMS <= STAGES)
-    if TEAMS == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (pointers, buffer, ring, sizes, TERMS, GROUPS, STREAM, SCALE_PER_GROUP, BIAS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, TERMS, GROUPS, STREAM)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, TERMS, GROUPS, STREAM)),
-            ],
-            [DECODERS // TEAMS, DECODERS // TEAMS],
-            [REGISTERS, REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (pointers, buffer, ring, sizes, TERMS, GROUPS, STREAM, SCALE_PER_GROUP, BIAS)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 0, TEAMS, TERMS, GROUPS, STREAM)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 1, TEAMS, TERMS, GROUPS, STREAM)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 2, TEAMS, TERMS, GROUPS, STREAM)),
-                (_decode, (descriptors, ends_ptr, packed, ring, sizes, 3, TEAMS, TERMS, GROUPS, STREAM)),
-            ],
-            [DECODERS // TEAMS, DECODERS // TEAMS, DECODERS // TEAMS, DECODERS // TEAMS],
-            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (of_x, pointers, buffer, ring, x_ring, sizes, TERMS, GROUPS, STREAM, SCALE_PER_GROUP, BIAS)),
+            (_decode, (of_w, ends_ptr, packed, ring, sizes, 0, COLUMNS, GROUPS, STREAM)),
+            (_decode, (of_w, ends_ptr, packed, ring, sizes, 1, COLUMNS, GROUPS, STREAM)),
+        ],
+        [DECODERS // 2, DECODERS // 2],
+        [REGISTERS, REGISTERS],
+    )

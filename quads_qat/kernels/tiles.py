@@ -145,10 +145,13 @@ _MOST_ON_HOPPER = {1: 1024, 2: 3072}
 
 # Microseconds on an H200. Of a stream: K_STEP elements of K of a tile; besides; more for each program of a tile.
 _STREAMS = {
-    1: [(replace(_ONE_TERM, stream=True), 3.23, 6.0, 2.1), (replace(_TWO_TERMS, stream=True), 2.35, 4.0, 1.2)],
-    2: [(replace(_TWO_TERMS, stream=True), 3.3, 6.0, 1.2), (Hopper(128, 64, 3, 8, 8, stream=True), 2.4, 5.0, 0.75)],
+    1: [(replace(_ONE_TERM, stream=True), 3.05, 11.5, 1.1), (Hopper(128, 128, 4, stream=True), 1.91, 7.5, 0.9)],
+    2: [
+        (replace(_TWO_TERMS, stream=True), 3.3, 6.0, 1.2),
+        (Hopper(128, 64, 4, decoders=8, stream=True), 2.3, 5.0, 0.75),
+    ],
 }
-_WHOLE = {1: (_ONE_TERM, 3.23), 2: (_TWO_TERMS, 3.12)}  # K_STEP elements of K of a tile
+_WHOLE = {1: (_ONE_TERM, 3.02), 2: (_TWO_TERMS, 3.12)}  # K_STEP elements of K of a tile
 _WIDE = 0.0084  # an element of K of a tile of the wide kernel, of which two run at a time
 # Decoding first, then cuBLAS: a weight; a weight and row, at least so much a weight; besides; an element of a second
 # product.
