@@ -91,7 +91,7 @@ def check_first_step(
     _check_shapes(input_ids, logp_rollout, logp_trainer, mask, attention_mask)
     checks = [_contract(conversion, rollout, contract)]
     checks += _weights(trainer, rollout, received, activations, same_contract=checks[0].passed is not False)
-    if conversion.full_precision.delayed and checks[-1].passed:
+    if conversion.full_precision.delayed and checks[-1].passed is not False:
         checks[-1] = _before_start(checks[-1], conversion.schedule.start_step)
     tokens = _Tokens(input_ids, attention_mask, mask, temperature, limits or GapLimits())
     checks.append(_rollout_log_probs(tokens, trainer, rollout, logp_rollout, logp_trainer))
@@ -193,7 +193,7 @@ def _weights(
 
 
 def _before_start(weights: Check, start_step: int) -> Check:
-    """What forwards multiply by is not what was found equal."""
+    """What forwards multiply by is not what was found equal, or is not known."""
     return Check(
         weights.name,
         False,

@@ -413,6 +413,9 @@ def test_whoever_compares_or_takes_weights_before_the_start_says_so(what: str, t
         return qq.check_first_step(model, rollout)
 
     if what == "check_first_step":
+        engine = qq.check_first_step(model, contract=qq.contract_of(rollout))  # of which nothing else is known
+        assert engine.failed == ["weights"]
+        assert engine.checks[2].found.endswith(f"is not known; but {started} weights")
         report = act()
         assert report.failed == ["weights"]
         assert report.checks[2].found.endswith(f"equal, bit for bit; but {started} weights")
