@@ -1,6 +1,6 @@
 """``convert``: swap a model's linears and experts for quantized ones, in place, and undo it.
 
-``conversion.select`` decides first and touches nothing. Only then are classes swapped (trainer modes) or modules
+``select_weights.select`` decides first and touches nothing. Only then are classes swapped (trainer modes) or modules
 replaced by packed ones (rollout mode).
 """
 
@@ -29,14 +29,12 @@ from quads_qat.conversion import (
     STATE,
     Conversion,
     Weight,
-    check_patterns,
     conversion_of,
     full_name,
     refuse_save_pretrained,
     require_model,
     require_same_modules,
     require_unwrapped,
-    select,
 )
 from quads_qat.experts import W4A4Experts, W4A16Experts
 from quads_qat.experts_layout import layout_of
@@ -47,6 +45,7 @@ from quads_qat.quantized_weights import quantize_weight
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
 from quads_qat.rollout_state import refuse_unfit_states
 from quads_qat.scale_groups import activation_key
+from quads_qat.select_weights import check_patterns, select
 
 _CONVERTED = (W4A16Linear, W4A16Experts, ResidualCompensatedLinear, ResidualCompensatedExperts)
 _CLASSES = {Mode.W4A16: (W4A16Linear, W4A16Experts), Mode.W4A4: (W4A4Linear, W4A4Experts)}

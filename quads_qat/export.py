@@ -31,12 +31,13 @@ from quads_qat.config import (
     require_kind,
 )
 from quads_qat.contract import Contract, RolloutPolicy
-from quads_qat.conversion import Conversion, select
+from quads_qat.conversion import Conversion
 from quads_qat.experts_layout import layout_of
 from quads_qat.output_shards import require_space, write_stream
 from quads_qat.record import RECORD, record_text
 from quads_qat.required_tensors import require_tensors
 from quads_qat.safetensors_file import nbytes
+from quads_qat.select_weights import select
 from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import (
     ActivationScales,

@@ -16,10 +16,11 @@ from quads_qat import checkpoint_io, dialects, names
 from quads_qat.checkpoint_plan import Assembly, DiskWeight, Plan, SplitBias, cut, disk_plan
 from quads_qat.config import Dialect, Recipe, Scope
 from quads_qat.contract import KEY, Contract
-from quads_qat.conversion import Conversion, cast_of, select
+from quads_qat.conversion import Conversion
 from quads_qat.experts_layout import layout_of
 from quads_qat.formats import BLOCK_SIZE
 from quads_qat.qtensor import NVFP4Tensor
+from quads_qat.select_weights import cast_of, select
 from quads_qat.selection import in_scope
 
 

@@ -7,7 +7,8 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from quads_qat.conversion import STATE, Weight, conversion_of, require_model, select
+from quads_qat.conversion import STATE, Weight, conversion_of, require_model
+from quads_qat.select_weights import select
 from quads_qat.sharding import cut_by
 
 _ROWWISE_LEAVES = ("o_proj", "down_proj", "out_proj", "w2", "wo", "dense_4h_to_h")

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("diagnosis", "diagnose_files", "gap", "gemm_noise", "model_pair", "swaps"),
             *(
                 "conversion",
+                "select_weights",
                 "contract",
                 "checkpoint_plan",
                 "weight_stream",

@@ -18,10 +18,11 @@ from twins import experts_and_inputs, run_experts
 import quads_qat as qq
 from quads_qat import ops
 from quads_qat.config import ActivationFormat, ActivationScale, ResidualConfig
-from quads_qat.conversion import conversion_of, select
+from quads_qat.conversion import conversion_of
 from quads_qat.convert import install, install_packed
 from quads_qat.quantized_weights import quantize_weight
 from quads_qat.residual import ResidualCompensatedExperts, ResidualCompensatedLinear
+from quads_qat.select_weights import select
 
 TOKEN = ActivationFormat()
 MASK = torch.arange(64) % 3 == 0
