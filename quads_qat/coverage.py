@@ -42,9 +42,11 @@ class Coverage:
     def __str__(self) -> str:
         lines = [
             f"quantized: {len(self.quantized)} weights, {self.quantized_elements:,} elements, {self.fraction:.1%} "
-            "of all; names in one pair of braces share a scale"
+            "of all"
         ]
         lines += [f"  {names}" for names in shortened(map(_sharing, self.groups.values()))]
+        if any(len(names) > 1 for names in self.groups.values()):
+            lines.append("  (names in one pair of braces share a scale)")
         lines.append(f"not quantized: {len(self.skipped)} modules")
         alike: dict[tuple[str, int, str], list[str]] = {}
         for s in self.skipped:

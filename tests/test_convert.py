@@ -363,6 +363,7 @@ def test_coverage_reads_as_a_report():
     lines = text.splitlines()
     assert "  layers.0.mlp.experts.0-3.{gate_proj,up_proj}" in lines
     assert "  layers.0.mlp.experts.0-3.down_proj" in lines
+    assert "  (names in one pair of braces share a scale)" in lines
     assert "  layers.0.mlp.gate (Linear, 128): router or gate" in lines
     assert "  layers.1.mlp.experts.0-3.up_proj (Linear, 1,536 each): excluded by 'layers.1'" in lines
 
