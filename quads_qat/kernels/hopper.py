@@ -24,7 +24,7 @@ class Hopper:
     """Tiles of the kernel for Hopper.
 
     Attributes:
-        rows: of W: 64, 128 or 256.
+        rows: of W: 64 or 128.
         columns: rows of x; a second term has as many.
         stages: steps of 64 elements of K of x in its ring; that of W has one more.
         warps: that multiply: 4 or 8, 64 rows each four.

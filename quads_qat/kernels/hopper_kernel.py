@@ -5,7 +5,7 @@ read codes and block scales and write tiles of W into a ring in shared memory; t
 issue ``wgmma`` on it and give it back, and ask for tiles of x in a ring of their own. K keeps its order. Weights are
 the left operand, y.T = W x.T: a tile of W is decoded once and meets as many rows of x as a tile holds, of both terms.
 
-Programs stay, one or two a multiprocessor, and take piece after piece of the work: while one is stored, the next is
+Programs stay, one a multiprocessor, and take piece after piece of the work: while one is stored, the next is
 being decoded. A piece is a tile; where the number of tiles would leave multiprocessors idle, STREAM gives every program
 as many steps instead, so that some pieces are parts of tiles. Where they are cut depends on the shape and the chip.
 Gluon has no interpreter: without a GPU this kernel is only compiled (``tests/test_matmul_compile.py``).
@@ -288,7 +288,7 @@ def _store(y_ptr, buffer, tile, first, stop, row, n, p, bias_ptr, BIAS: gl.const
     """Scale a tile [ROWS, C], add the bias in fp32, round once, store it into y [M, N]."""
     C: gl.constexpr = buffer.shape[0]
     ROWS: gl.constexpr = buffer.shape[1]
-    LANES: gl.constexpr = ROWS // 8 if ROWS < 256 else 32
+    LANES: gl.constexpr = ROWS // 8
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     tile *= p
     if BIAS:
