@@ -25,6 +25,9 @@ class _Choice(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    def __repr__(self) -> str:
+        return repr(self.value)  # configs print as they are written: ResidualConfig(scope='token')
+
 
 def require_kind(who: str, argument: str, value: object, kind: type) -> None:
     """``value`` is None or a ``kind``: a dict that looks like one would fail later, without a name."""
@@ -167,7 +170,7 @@ class Schedule:
         TypeError, ValueError: a ``start_step`` that is no integer >= 0, a ``decay`` outside [0, 1), or an unknown name.
 
     >>> Schedule(weight_scale="ema").weight_scale
-    <WeightScale.EMA: 'ema'>
+    'ema'
     """
 
     start_step: int = 0
@@ -226,7 +229,7 @@ class ResidualConfig:
             whole blocks.
 
     >>> ResidualConfig(fraction=0.5).scope
-    <ResidualScope.TOKEN: 'token'>
+    'token'
     """
 
     fraction: float = 0.5

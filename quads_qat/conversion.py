@@ -157,8 +157,8 @@ def require_same_modules(root: nn.Module, conversion: Conversion, who: str) -> N
 def require_unwrapped(root: nn.Module, who: str) -> None:
     """Raise ValueError if adapters wrap modules of a converted model, whose names and weights then are other ones."""
     way_out = (
-        "is not merged; call model.merge_and_unload() first, or `with quads_qat.integrations.peft.merged(model) as "
-        f"plain:` {who} of plain"
+        f"is not merged; call model.merge_and_unload() first, or {who} of plain inside `with "
+        "quads_qat.integrations.peft.merged(model) as plain:`"
     )
     if root.__dict__[STATE].mode is Mode.W4A4_RESIDUAL:
         way_out = "hides its packed weights; call model.unload() first"
