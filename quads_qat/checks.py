@@ -10,12 +10,10 @@ from torch import Tensor
 
 from quads_qat import formats
 from quads_qat.config import ActivationFormat, ActivationScale, Recipe, ResidualConfig, ResidualScope, require_kind
-from quads_qat.formats import BLOCK_SIZE
+from quads_qat.formats import BLOCK_SIZE, FLOATS
 from quads_qat.qtensor import NVFP4Tensor
 
 T = TypeVar("T")
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_input(who: str, x: Tensor) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quads_qat.config import Dialect, Recipe
-from quads_qat.formats import BLOCK_SIZE, SCALE_RANGE
+from quads_qat.formats import BLOCK_SIZE, FLOATS, SCALE_RANGE
 from quads_qat.qtensor import NVFP4Tensor
 
 _EXPORTABLE = {
@@ -156,7 +156,7 @@ def one_number(name: str, stored: Tensor) -> Tensor:
 
 
 def _number(name: str, stored: Tensor) -> Tensor:
-    if stored.numel() != 1 or stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if stored.numel() != 1 or stored.dtype not in FLOATS:
         raise ValueError(f"{name} must be one float32 number, got {stored.dtype} {list(stored.shape)}")
     return stored.float().reshape(())
 

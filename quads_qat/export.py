@@ -33,6 +33,7 @@ from quads_qat.config import (
 from quads_qat.contract import Contract, RolloutPolicy
 from quads_qat.conversion import Conversion
 from quads_qat.experts_layout import layout_of
+from quads_qat.formats import FLOATS
 from quads_qat.output_shards import require_space, write_stream
 from quads_qat.record import RECORD, record_text
 from quads_qat.required_tensors import require_tensors
@@ -208,7 +209,7 @@ def casts_of(reader: checkpoint_io.Reader, model: nn.Module, conversion: Convers
 
 def _require_expected(reader: checkpoint_io.Reader, model: nn.Module, disk: DiskWeight) -> None:
     parameter, found = model.get_parameter(disk.weight.name), reader.entry(disk.source)
-    if found.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if found.dtype not in FLOATS:
         raise ValueError(
             f"{reader.path}: {disk.source} is {found.dtype}; only bfloat16, float16 and float32 weights can be "
             "quantized. Quantize the original checkpoint, or exclude the module"

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import struct
 
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What is quantized, and what codes are decoded into."""
+
 BLOCK_SIZE = 16
 """Elements that share one ``block_scale``, contiguous along the reduced dim K."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quads_qat import autograd, checks, ops, sharding
 from quads_qat.config import ActivationFormat, WeightFormat
+from quads_qat.formats import FLOATS
 from quads_qat.qtensor import NVFP4Tensor
 from quads_qat.scale_groups import ScaleGroup
 
@@ -245,7 +246,7 @@ class W4A16Linear(nn.Linear):
 
     def _multiply(self, x: Tensor) -> Tensor:
         amax, codes = self.code_cache.source(self, "weight", self.scale_group, self.weight_format)
-        if x.dtype not in checks.FLOATS:
+        if x.dtype not in FLOATS:
             name = name_of(self, "weight", self.scale_group)
             raise TypeError(f"{name}: its input must be float32, bfloat16 or float16, got {x.dtype}; cast it")
         return autograd.linear(

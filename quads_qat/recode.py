@@ -20,6 +20,7 @@ from quads_qat.checkpoint_plan import DiskWeight, Plan, SplitBias, biases_by_sou
 from quads_qat.config import Dialect, Recipe
 from quads_qat.contract import KEY
 from quads_qat.export import ignored_modules
+from quads_qat.formats import FLOATS
 from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_bias, read_parameter, read_part
 from quads_qat.output_shards import Piece, Unit, copied, pack, write_checkpoint
 from quads_qat.qtensor import NVFP4Tensor
@@ -29,8 +30,6 @@ from quads_qat.skeleton import skeleton
 from quads_qat.weight_stream import CACHE_SCALES, by_layer
 
 Progress = Callable[[int, int], None]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dequantize_checkpoint(
@@ -70,7 +69,7 @@ def dequantize_checkpoint(
         dequantize_checkpoint("nvfp4", "bf16")
         model = AutoModelForCausalLM.from_pretrained("bf16")
     """
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"dequantize: dtype must be bfloat16, float16 or float32, got {dtype}")
     checkpoint = Checkpoint.open(source)
     model = skeleton(checkpoint.reader, dtype, trust_remote_code=trust_remote_code)
@@ -365,7 +364,7 @@ def _configs(
 ) -> dict[str, dict[str, Any]]:
     config, weights_only = checkpoint.reader.config, checkpoint.weights_only
     held = {checkpoint.reader.entry(name).dtype for name in rest if not name.endswith(CACHE_SCALES)}
-    if len(held) == 1 and held <= {*_DTYPES}:  # of several, the source must know which one readers shall take
+    if len(held) == 1 and held <= {*FLOATS}:  # of several, the source must know which one readers shall take
         config = checkpoint_io.with_dtype(config, held.pop())
     entry = dialects.quantization_config(dialect, ignored, weights_only=weights_only)
     files = {"config.json": config | {"quantization_config": entry}}

@@ -10,8 +10,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
+
+from quads_qat.formats import FLOATS
 
 FUSED_LINEARS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -109,9 +110,6 @@ def is_zero3(weight: Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
-_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
-
-
 @dataclass(eq=False)
 class ScaleGroup:
     """The weights that share one per-tensor scale (for a stack of experts: one per expert).
@@ -149,7 +147,7 @@ class ScaleGroup:
                 raise RuntimeError(f"{name} {HOOKED}")
         weights: list[Tensor] = [module._parameters[parameter] for module, parameter, _ in self.members]  # pyright: ignore[reportAssignmentType]
         for weight, (_, _, name) in zip(weights, self.members, strict=True):
-            if weight.dtype not in _MASTERS:
+            if weight.dtype not in FLOATS:
                 raise TypeError(
                     f"{name}: master weights must be float32, bfloat16 or float16, got {weight.dtype}; cast it back"
                 )

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quads_qat import checks
 from quads_qat.config import Mode, Recipe, Scope, WeightFormat
 from quads_qat.conversion import Conversion, Skipped, Weight, full_name
 from quads_qat.experts_layout import ExpertsLayout, layout_of
-from quads_qat.formats import BLOCK_SIZE
+from quads_qat.formats import BLOCK_SIZE, FLOATS
 from quads_qat.linear import ActivationObserver
 from quads_qat.scale_groups import ZERO3, ScaleGroup, activation_key, group_key, is_zero3, joined_group
 from quads_qat.selection import default_exclusion, first_match, in_scope, patterns_of
@@ -214,7 +213,7 @@ def _check_weight(name: str, weight: Tensor, layout: ExpertsLayout | None) -> No
         raise ValueError(f"convert: {name} {ZERO3}")
     if weight.numel() == 0:
         raise ValueError(f"convert: {name} {list(weight.shape)} holds nothing; remove it, or exclude its module")
-    if weight.dtype not in checks.FLOATS:
+    if weight.dtype not in FLOATS:
         raise TypeError(
             f"convert: {name} is {weight.dtype}; master weights must be float32, bfloat16 or float16. Load the model "
             f"unquantized, or exclude {name.rpartition('.')[0]!r}"

@@ -26,6 +26,7 @@ from quads_qat.config import ActivationScale, Dialect, Recipe, ResidualConfig, r
 from quads_qat.contract import KEY
 from quads_qat.conversion import Weight
 from quads_qat.convert import install, install_packed
+from quads_qat.formats import FLOATS
 from quads_qat.load import joined_biases, rollout_policy
 from quads_qat.nvfp4_checkpoint import Checkpoint, by_parameter, read_parameter, read_part, shared_input_amax
 from quads_qat.required_tensors import require_tensors
@@ -108,7 +109,7 @@ class ModelOptQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Without a dtype in config.json, transformers takes the first float tensor's: that may be of a scale."""
-        return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
+        return dtype if dtype in FLOATS else torch.bfloat16
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
         if not checkpoint_files:
