@@ -25,7 +25,7 @@ def test_example_runs(name: str, tmp_path: Path):
         "trainer": "are equal, bit for bit",
         "rollout": "GapStats(tokens=10",
         "sync": "parts have new weights",
-        "transformers": "fraction=0.25",
+        "transformers": "fraction 0.25",
     }
     assert expected[name] in done.stdout
 
