@@ -340,7 +340,10 @@ def parse_config(config: dict[str, Any], where: str) -> tuple[Dialect, bool]:
     """
     quantization = config.get("quantization_config")
     if quantization is None:
-        raise ValueError(f"{where}: config.json has no quantization_config; this is no NVFP4 checkpoint")
+        raise ValueError(
+            f"{where}: config.json has no quantization_config; this is no NVFP4 checkpoint (quantize_checkpoint, or "
+            "`quads-qat quantize`, makes one)"
+        )
     where = f"{where}: config.json: quantization_config"
     method = str(_object(quantization, where).get("quant_method", ""))
     ignore = quantization.get("ignore") or []

@@ -166,7 +166,7 @@ def compressed(**change: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, tuple[Path, dict[str, Any], str]] = {
-    "not quantized": (CHECKPOINTS / "bf16" / "qwen3", {}, "has no quantization_config; this is no NVFP4 checkpoint"),
+    "not quantized": (CHECKPOINTS / "bf16" / "qwen3", {}, r"; this is no NVFP4 checkpoint \(quantize_checkpoint, or"),
     "fp8": (
         MODELOPT,
         {"quantization_config": {"quant_method": "fp8"}},
