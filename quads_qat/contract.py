@@ -245,11 +245,23 @@ class Contract:
         )
         return [name for name in here if name in kept_there], [name for name in there if name in kept]
 
-    def require_same(self, other: Contract, who: str, *, export_dtype: bool = True, modules: bool = True) -> None:
-        """Raise ValueError if weights made under ``other`` do not fit; says what differs. See :meth:`differences`."""
+    def require_same(
+        self,
+        other: Contract,
+        who: str,
+        sides: tuple[str, str] = ("this side's", "the other's"),
+        *,
+        export_dtype: bool = True,
+        modules: bool = True,
+    ) -> None:
+        """Raise ValueError if weights made under ``other`` do not fit; says what differs. See :meth:`differences`.
+
+        ``sides``: whose contracts they are, this one and ``other``.
+        """
         if found := self.differences(other, export_dtype=export_dtype, modules=modules):
             raise ValueError(
-                f"{who}: another contract: {'; '.join(found)}; export or convert again with the same settings"
+                f"{who}: another contract: {'; '.join(found)}; export or convert again with the same settings (named "
+                f"first is {sides[0]}, then {sides[1]})"
             )
 
 

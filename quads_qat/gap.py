@@ -60,11 +60,15 @@ def gap_stats(logp_rollout: Tensor, logp_trainer: Tensor, mask: Tensor | None = 
         mask: same shape, nonzero where a token counts (a float one: 1, not a weight); None counts all.
 
     Raises:
+        TypeError: log-probabilities or a mask that are no tensors.
         ValueError: shapes differ, a float mask is not of 0 and 1, nothing is counted, or a counted value is NaN or inf.
 
     >>> gap_stats(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0])).max
     1.0
     """
+    for name, given in {"logp_rollout": logp_rollout, "logp_trainer": logp_trainer, "mask": mask}.items():
+        if not isinstance(given, Tensor) and (given is not None or name != "mask"):
+            raise TypeError(f"gap_stats: {name} must be a torch.Tensor, got {type(given).__name__}")
     if logp_rollout.shape != logp_trainer.shape or (mask is not None and mask.shape != logp_rollout.shape):
         shapes = [tuple(t.shape) for t in (logp_rollout, logp_trainer, mask) if t is not None]
         raise ValueError(f"gap_stats: log-probabilities and mask must have one shape, got {shapes}")

@@ -148,6 +148,9 @@ def rollout_policy(
     return (None, None) if chosen is None or weights_only else (chosen.activation, chosen.residual)
 
 
+_SIDES = "that of contract=", "the checkpoint's"
+
+
 def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> None:
     """Raise ValueError if the weights were made otherwise, as far as is recorded; activations never count."""
     contract = given_contract(given, str(checkpoint.reader.path))
@@ -156,7 +159,7 @@ def require_contract(checkpoint: Checkpoint, given: Contract | str | Path) -> No
         first_version = recorded.export_dtype is None and recorded.quantized is None
         if first_version and (config.get("dtype") or config.get("torch_dtype")):  # its writers put it there
             recorded = replace(recorded, export_dtype=checkpoint.export_dtype)
-        contract.require_same(recorded, str(checkpoint.reader.path), modules=False)
+        contract.require_same(recorded, str(checkpoint.reader.path), _SIDES, modules=False)
     elif contract.recipe not in dialects.FOREIGN_RECIPES[checkpoint.dialect]:
         made = " or ".join(f"'{recipe}'" for recipe in dialects.FOREIGN_RECIPES[checkpoint.dialect])
         raise ValueError(
@@ -169,7 +172,7 @@ def require_same_modules(checkpoint: Checkpoint, conversion: Conversion, given: 
     if given is not None:
         expected, here = given_contract(given, str(checkpoint.reader.path)), Contract.of_conversion(conversion)
         found = replace(expected, quantized=here.quantized, high_precision=here.high_precision)
-        expected.require_same(found, str(checkpoint.reader.path))
+        expected.require_same(found, str(checkpoint.reader.path), _SIDES)
 
 
 def load_model(

@@ -147,7 +147,8 @@ def _opened(model: nn.Module, path: str | Path) -> tuple[nn.Module, Conversion, 
     _require_recipe(checkpoint, conversion.recipe, "convert the model with recipe='{}', or export it again")
     if checkpoint.contract is not None:
         mine, where = Contract.of_conversion(conversion), f"verify: {checkpoint.reader.path}"
-        mine.require_same(checkpoint.contract, where, modules=False)  # which ones differ, is said by their names
+        sides = "the model's", "the checkpoint's"
+        mine.require_same(checkpoint.contract, where, sides, modules=False)  # which ones differ, is said by their names
     checkpoint.recipe = conversion.recipe
     return root, conversion, checkpoint
 

@@ -135,7 +135,7 @@ def update_weights(
     if made_under is not None:
         made_under = listed_by(made_under, named_tensors, notes)
         mine = Contract.of_conversion(conversion)
-        mine.require_same(made_under, "update_weights", export_dtype=False)
+        mine.require_same(made_under, "update_weights", ("the rollout's", "that of contract="), export_dtype=False)
         unheard = not_compared(mine, made_under)
     if conversion.sync.running:
         raise RuntimeError(

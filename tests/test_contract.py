@@ -257,7 +257,7 @@ def test_another_contract_is_refused(exported: Path, tmp_path: Path) -> None:
     qq.load_rollout(exported, contract=expected)
     qq.load_model(exported, contract=contract_of(trainer()))
     for load in (qq.load_rollout, qq.load_model):
-        with pytest.raises(ValueError, match="another contract: recipe: modelopt-ieee against aligned; export or"):
+        with pytest.raises(ValueError, match=r"recipe: modelopt-ieee against aligned; .* \(named first is"):
             load(exported, contract=contract_of(trainer("modelopt-ieee")))
         with pytest.raises(ValueError, match=r"another contract: rules of scale groups: \['layers.* against \[\]"):
             load(exported, contract=contract_of(trainer("aligned", (RULE,))))

@@ -49,6 +49,15 @@ def test_refusals_say_the_way_out(arguments, message: str):
         qq.gap_stats(*arguments)
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_lists_of_numbers_are_no_log_probs(place: int):
+    arguments: list = [torch.zeros(2)] * 3
+    arguments[place] = [0.0, 0.0]
+    name = ("logp_rollout", "logp_trainer", "mask")[place]
+    with pytest.raises(TypeError, match=f"gap_stats: {name} must be a torch.Tensor, got list"):
+        qq.gap_stats(*arguments)
+
+
 def test_the_logger_writes_every_nth_step():
     class Writer:
         def __init__(self) -> None:
