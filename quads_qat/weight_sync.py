@@ -14,11 +14,14 @@ Between processes, flat buckets carry the stream. Over ``torch.distributed`` (gl
             if header[0] is None:
                 return
             entries, size = header[0]
-            bucket = torch.empty(size, dtype=torch.uint8, device="cuda")
+            bucket = torch.empty(size, dtype=torch.uint8, device="cuda")  # over gloo: "cpu"
             dist.broadcast(bucket, src=0)
             yield entries, bucket
 
     qq.update_weights(rollout, qq.unbucketed(received()))
+
+All ranks of a sharded trainer must go through ``export_weights``; with ``ranks=0`` rank 0 alone gets tensors. The
+contract goes ahead once: ``qq.contract_of(trainer).to_json()`` there, ``contract=qq.Contract.from_json(entry)`` here.
 
 Between processes of one GPU, CUDA IPC saves the copy: send ``(entries, torch.multiprocessing.reductions.reduce_tensor(
 bucket))`` through a queue, and rebuild with ``function, arguments = handle; bucket = function(*arguments)``. Keep the
