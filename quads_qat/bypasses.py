@@ -1,4 +1,4 @@
-"""Code that multiplies by the weights of linears past their forwards, where quantization does not reach."""
+"""What a model must not be when it is converted: wrapped already, or with code that goes around forwards of linears."""
 
 from __future__ import annotations
 
@@ -8,6 +8,37 @@ import torch
 from torch import nn
 
 from quads_qat.conversion import Conversion
+from quads_qat.experts_layout import layout_of
+
+_WRAPPED = {
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_fsdp_wrapped_module": "FSDP1",
+}
+"""What PyTorch's wrappers call the module inside, and what they are."""
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise ValueError if the model, or a module in it, was wrapped before: names, and with them scale groups, change.
+
+    Of FSDP2 only where it shards a linear or a stack of experts by itself, which gives it a class of another name.
+    """
+    for name, module in model.named_modules():
+        inside = next((inside for inside in _WRAPPED if inside in module._modules), None)
+        by = _WRAPPED.get(inside or "")
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            by, inside = type(module).__name__, "module"
+        if by is not None:
+            raise ValueError(
+                f"convert: {name or 'the model'} is wrapped by {by}, whose names ({inside}.) scale groups and exports "
+                "would take for the model's; convert first, then wrap"
+            )
+        alone = isinstance(module, nn.Linear) or layout_of(module) is not None
+        if alone and any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise ValueError(
+                f"convert: {name or 'the model'} was sharded by FSDP2 already, as a {type(module).__name__}; convert "
+                "first, then call fully_shard"
+            )
 
 
 def refuse_bypasses(model: nn.Module, conversion: Conversion, *, trainer: bool) -> None:

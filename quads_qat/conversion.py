@@ -94,7 +94,18 @@ def require_model(who: str, argument: str, model: object) -> None:
 def conversion_of(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[nn.Module, Conversion]:
     """The module that ``convert`` was called on (``model`` or one inside it) and its record.
 
-    ``mode``: what the error tells to convert to.
+    Without what has wrapped modules of it since, whose names no export or sync knows. To look at and to fill, not to
+    change: its containers may be copies. ``mode``: what the error tells to convert to.
+
+    Raises:
+        TypeError, ValueError: as :func:`converted`.
+    """
+    root, conversion = converted(model, who, mode)
+    return _without_wrappers(root), conversion
+
+
+def converted(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[nn.Module, Conversion]:
+    """:func:`conversion_of`, the module as it is.
 
     Raises:
         TypeError: ``model`` is none.
@@ -111,6 +122,19 @@ def conversion_of(model: nn.Module, who: str, mode: Mode = Mode.W4A16) -> tuple[
         names = ", ".join(name or "(root)" for name, _ in found)
         raise ValueError(f"{who}: {names} were converted one by one; call {who} for each of them")
     return found[0][1], found[0][1].__dict__[STATE]
+
+
+def _without_wrappers(module: nn.Module) -> nn.Module:
+    """``module`` without wrappers of torch.compile and activation checkpointing; without any in it, itself."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if (inside := module._modules.get(name)) is not None:
+            return _without_wrappers(inside)
+    children = {name: child if child is None else _without_wrappers(child) for name, child in module._modules.items()}
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    bare = object.__new__(type(module))
+    bare.__dict__.update(module.__dict__, _modules=children)
+    return bare
 
 
 def refuse_save_pretrained(root: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quads_qat.bypasses import refuse_bypasses
+from quads_qat.bypasses import refuse_bypasses, refuse_wrappers
 from quads_qat.config import (
     ActivationFormat,
     ActivationScale,
@@ -30,6 +30,7 @@ from quads_qat.conversion import (
     Conversion,
     Weight,
     conversion_of,
+    converted,
     full_name,
     refuse_save_pretrained,
     require_model,
@@ -122,7 +123,7 @@ def convert(
             stacklevel=2,
         )
     if any(STATE in m.__dict__ for m in model.modules()):
-        root, conversion = conversion_of(model, "convert")
+        root, conversion = converted(model, "convert")
         require_unwrapped(root, "convert")
         _check_is_whole(model, root)
         _check_transition(conversion, mode, recipe, scope, include, exclude, groups)
@@ -132,6 +133,7 @@ def convert(
     else:
         if part := next((n or "it" for n, m in model.named_modules() if isinstance(m, _CONVERTED)), None):
             raise ValueError(f"convert: {part} is part of a converted model; call convert on the whole model")
+        refuse_wrappers(model)
         root, fresh = model, True
         conversion = select(model, recipe=recipe, scope=scope, include=include, exclude=exclude, groups=groups)
         refuse_bypasses(model, conversion, trainer=mode is not Mode.W4A4_RESIDUAL)
@@ -325,7 +327,7 @@ def revert(model: M) -> M:
     Raises:
         ValueError: the model is not converted, or is a rollout model, whose master weights are gone.
     """
-    root, conversion = conversion_of(model, "revert")
+    root, conversion = converted(model, "revert")
     if conversion.mode is Mode.W4A4_RESIDUAL:
         raise ValueError(
             "revert: a rollout model holds packed weights only; quads_qat.load_model gives BF16 weights of a checkpoint"

@@ -12,9 +12,11 @@ from bits import assert_same_bits
 from small_modules import fill, linears
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import quads_qat as qq
 from quads_qat import library, ops, reference
+from quads_qat.experts_dispatch import StandsFor
 
 X = torch.eye(32)
 
@@ -399,3 +401,71 @@ def test_a_weight_that_is_not_there_yet_is_refused():
         qq.convert(model, "w4a16")
     model(X)
     assert len(qq.coverage(qq.convert(model, "w4a16")).quantized) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- wrappers
+
+
+def one_compiled(model: nn.Module) -> nn.Module:
+    attention = model.layers._modules["0"]
+    attention.q_proj = torch.compile(attention.q_proj, backend="eager")
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    model.layers._modules["1"] = checkpoint_wrapper(model.layers._modules["1"])
+    return model
+
+
+@pytest.mark.parametrize("mode", ["w4a16", "w4a4_residual"])
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (
+            lambda m: torch.compile(m, backend="eager"),
+            r"the model is wrapped by torch\.compile, whose names \(_orig_mod",
+        ),
+        (nn.DataParallel, r"the model is wrapped by DataParallel, whose names \(module\.\)"),
+        (lambda m: nn.ModuleDict({"policy": nn.DataParallel(m)}), "policy is wrapped by DataParallel"),
+        (one_compiled, r"layers\.0\.q_proj is wrapped by torch\.compile"),  # it would leave the scale group of q, k, v
+        (checkpointed, r"layers\.1 is wrapped by activation checkpointing"),
+    ],
+)
+def test_a_model_that_was_wrapped_before_is_refused(wrap: Callable[[nn.Module], nn.Module], message: str, mode: str):
+    model = wrap(fill(linears(*(f"layers.{i}.{name}_proj" for i in range(2) for name in "qkv"))))
+    with pytest.raises(ValueError, match=f"^convert: {message}.*; convert first, then wrap"):
+        qq.convert(model, mode)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [checkpoint_wrapper, lambda m: torch.compile(m, backend="eager"), lambda m: torch.compile(checkpoint_wrapper(m))],
+)
+def test_layers_that_are_wrapped_afterwards_are_exported_and_synced_under_their_names(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+):
+    """As torchtitan compiles and checkpoints: layer by layer, in the place of each."""
+
+    def made(mode: str, seed: int, wrap: Callable[[nn.Module], nn.Module] | None) -> nn.Module:
+        model = qq.convert(tiny_model("qwen3_moe", seed=seed), mode)
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = layer if wrap is None else wrap(layer)
+        return model
+
+    wanted, model = made("w4a16", 0, None), made("w4a16", 0, wrap)
+    stream = dict(qq.export_weights(model, "modelopt"))
+    for name, tensor in qq.export_weights(wanted, "modelopt"):
+        assert_same_bits(stream.pop(name), tensor, name)
+    assert not stream
+    for trainer, path in ((wanted, tmp_path / "wanted"), (model, tmp_path / "found")):
+        qq.export_checkpoint(trainer, path, dialect="compressed-tensors")
+    assert (tmp_path / "found" / "config.json").read_text() == (tmp_path / "wanted" / "config.json").read_text()
+    assert qq.verify(model, tmp_path / "found").ok
+    assert str(qq.contract_of(model)) == str(qq.contract_of(wanted))
+    rollout = made("w4a4_residual", 1, wrap)
+    qq.update_weights(rollout, qq.export_weights(model, "modelopt"))
+    state = made("w4a4_residual", 0, None).state_dict()
+    for name, tensor in rollout.state_dict().items():
+        assert_same_bits(tensor, state[name.replace("_orig_mod.", "")], name)
+    qq.revert(model)
+    assert not any(isinstance(module, StandsFor) for module in model.modules())
