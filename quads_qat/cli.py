@@ -67,7 +67,8 @@ _INTERRUPTED = 130
 
 
 def _one_line(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
-    text = str(message) if category.__module__.startswith("quads_qat") else f"{category.__name__}: {message}"
+    plain = category is UserWarning or category.__module__.startswith("quads_qat")
+    text = str(message) if plain else f"{category.__name__}: {message}"
     return f"warning: {' '.join(text.split())}\n"
 
 

@@ -72,6 +72,7 @@ def test_our_warnings_are_one_line():
     assert quads_qat("--help").returncode == 0
     assert warnings.formatwarning is before
     assert cli._one_line(EngineWarning("no\nscale"), EngineWarning, "export.py", 3) == "warning: no scale\n"
+    assert cli._one_line("no tokenizer", UserWarning, "diagnose.py", 3) == "warning: no tokenizer\n"
     assert cli._one_line("old", FutureWarning, "x.py", 1, line="x") == "warning: FutureWarning: old\n"
 
 
