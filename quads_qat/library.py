@@ -58,9 +58,9 @@ def _undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def own(out: Tensor) -> Tensor:
     """``out``, no view in autograd's eyes: of an autograd function, a view could not be changed in place after it."""
-    if torch.compiler.is_compiling() or type(out) is not Tensor or not out._is_view():
-        return out
-    return torch.ops.aten._unsafe_view.default(out, out.shape)
+    if type(out) is Tensor and (torch.compiler.is_compiling() or out._is_view()):  # a graph cannot ask
+        return torch.ops.aten._unsafe_view.default(out, out.shape)
+    return out
 
 
 def _amax(tensors: list[Tensor], dim: list[int] | None, backend: str = "reference") -> Tensor:

@@ -262,6 +262,19 @@ def test_outputs_of_trainers_can_be_changed_in_place(mode: str, bias: bool, x: T
         assert_same_bits(*grads)
 
 
+@pytest.mark.parametrize("x", [X[0], X.view(2, 16, 32), X.view(16, 2, 32).transpose(0, 1)], ids=["1d", "3d", "strided"])
+def test_outputs_of_compiled_trainers_can_be_changed_in_place(x: Tensor):
+    layers = nn.Sequential(nn.Linear(32, 48), nn.ReLU(inplace=True), nn.Linear(48, 16))
+    model = qq.convert(fill(layers), "w4a16")
+    grads = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        run(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for pair in zip(*grads, strict=True):
+        assert_same_bits(*pair)
+
+
 def test_outputs_of_a_packed_base_can_be_changed_in_place():
     model = qq.convert(fill(linears("q_proj", bias=True)), "w4a4_residual", weights_only=True)
     grads = []
