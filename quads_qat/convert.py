@@ -99,6 +99,7 @@ def convert(
             ``w4a4_residual`` a weight on meta or with NaN or inf. ``model`` is unchanged then.
         TypeError: no model; a weight of a dtype that cannot be quantized; a dict where a config belongs.
 
+    >>> from quads_qat.coverage import coverage
     >>> model = convert(nn.Sequential(nn.Linear(32, 8)), "w4a16")
     >>> coverage(model).quantized_elements
     256
