@@ -350,6 +350,8 @@ def revert(model: M) -> M:
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Inside this context the trainer's forward uses the master weights: for reference policies and evaluation.
 
+    The switch is the model's, so all threads that run it share it.
+
     Raises:
         RuntimeError: in a checkpointed forward under grad, whose recompute would be quantized.
         ValueError: a rollout model has no master weights.

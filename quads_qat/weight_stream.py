@@ -67,6 +67,8 @@ def export_weights(
     Raises:
         ValueError: an unconverted or rollout model, meta weights, NaN or inf in a weight, a recipe that the dialect
             cannot carry, missing observations. Raised at the call, before the first tensor, wherever possible.
+        RuntimeError: a weight was changed before its tensors were taken. Edits through ``parameter.data``, as of some
+            optimizers, cannot be seen: step after the stream has ended.
     """
     if group_by != "layer":
         raise ValueError(f"export_weights: group_by must be 'layer', got {group_by!r}")
