@@ -15,7 +15,7 @@ if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from quads_qat.kernels import residual, residual_batch, topk
 
@@ -60,20 +60,26 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture"),
-    [(name, a) for name in KERNELS for a in ((80, 90, 100, 120) if name in ("TOKEN", "BLOCK") else (80, 120))],
-)
-def test_kernel_compiles(name: str, architecture: int):
+def compile_kernel(name: str, architecture: int, **sizes: int) -> CompiledKernel:
+    """``sizes``: those that are known when it is compiled, as Triton takes a one to be unless it is told not to."""
     kernel, pointers, constants = KERNELS[name]
     if "KIND" in kernel.arg_names:
         constants = constants | {"KIND": (topk.FAST if architecture >= 90 else topk.PAIRS).value}
+    constants = constants | sizes
     types = iter(pointers.split())
     signature = {a: "constexpr" if a in constants else SIZES.get(a) or next(types) for a in kernel.arg_names}
     assert next(types, None) is None
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(a),): v for a, v in constants.items()})
     options = {"num_warps": 8, "enable_fp_fusion": not name.startswith("scores of chunks")}
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [(name, a) for name in KERNELS for a in ((80, 90, 100, 120) if name in ("TOKEN", "BLOCK") else (80, 120))],
+)
+def test_kernel_compiles(name: str, architecture: int):
+    compiled = compile_kernel(name, architecture)
     ptx = compiled.asm["ptx"]
     assert f".target sm_{architecture}" in ptx
     assert ".ftz" not in ptx, "flushes subnormal numbers, which the reference keeps"
@@ -81,3 +87,13 @@ def test_kernel_compiles(name: str, architecture: int):
         assert "fma.rn.f32" not in ptx, "squares are rounded before they are added"
     if name == "mask":
         assert compiled.metadata.shared <= 4096, "blocks move between threads in each step of the search"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sizes_of_one(name: str):
+    """One selected channel of one block of one row: Triton makes constants of ones, which are no tensors."""
+    kernel = KERNELS[name][0]
+    special = [p.name for p in kernel.params if p.name in SIZES and not p.do_not_specialize]
+    compile_kernel(name, 90, **dict.fromkeys(special, 1))
+    for size in special:
+        compile_kernel(name, 90, **{size: 1})
