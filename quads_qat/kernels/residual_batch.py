@@ -134,7 +134,7 @@ def _nth_and_end(low, high, places, inside, n, total, KIND: tl.constexpr):
     return low, high, nth, end
 
 
-@triton.jit(do_not_specialize=["n_blocks", "n"])
+@triton.jit(do_not_specialize=["n"])
 def _mask_kernel(
     score_ptr,
     mask_ptr,
