@@ -174,7 +174,7 @@ PRODUCTS = {
     "W4A16 experts [128, 1536, 2048]": ("W4A16, 128 experts [1536, 2048]", COLOURS["w4a4-naive"]),
     "W4A16 [8192, 8192]": ("W4A16 [8192, 8192]", COLOURS["w4a16-naive"]),
     "W4A4 [8192, 8192]": ("W4A4 [8192, 8192]", COLOURS["quads-batch"]),
-    "compensated, token [8192, 8192]": ("W4A4 + residual 50 % per token, the same", COLOURS["quads"]),
+    "compensated, token [8192, 8192]": ("W4A4 + residual 10 % per token, the same", COLOURS["quads"]),
 }
 ELEMENTWISE = {
     "fake quantize": ("fake_quantize, amax given", "nvidia-modelopt fp4_fake_quant_block", "Model-Optimizer"),
