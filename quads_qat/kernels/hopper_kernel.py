@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quads_qat.kernels.hopper_decode import decoded, two_lanes_a_row
+from quads_qat.kernels.hopper_work import GROUP, following, piece_of, pieces_of, place_of, table_of
 
 _barrier = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009, its name before Triton 3.7
 _TILE_SCALE = gl.constexpr(128.0)  # decode.TILE_SCALE
-_GROUP = gl.constexpr(4)  # steps of 64 elements of K whose codes and scales arrive together
 
 
 @gluon.jit
@@ -38,127 +38,12 @@ def _wait_for_the_kernel_before():
 
 
 @gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _table(ends_ptr, groups, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """``groups.tiles_of_groups``, in every warp."""
-    if GROUPS == 0:
-        return (0, 0, 0, 0, 0)
-    else:
-        EACH: gl.constexpr = GROUPS // 32 if GROUPS > 32 else 1
-        LAYOUT: gl.constexpr = gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0])
-        group = gl.arange(0, GROUPS, LAYOUT)
-        valid = group < groups
-        end = gl.load(ends_ptr + group, mask=valid, other=0)
-        start = gl.load(ends_ptr + group - 1, mask=valid & (group > 0), other=0)
-        tiles = gl.where(valid, (end - start + (COLUMNS - 1)) // COLUMNS, 0)
-        return (group, start, end, tiles, gl.associative_scan(tiles, 0, _sum))
-
-
-@gluon.jit
-def _place(tile, m, n, table, ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUPS: gl.constexpr):
-    """(group, first row of x, end of its rows, first row of W) of a tile."""
-    row_tiles = gl.cdiv(n, ROWS)
-    if GROUPS > 0:
-        this = tile // row_tiles
-        group, start, end, tiles, upto = table
-        chosen = gl.sum((upto <= this).to(gl.int32), 0)
-        own = group == chosen
-        first = gl.sum(gl.where(own, start + (this - upto + tiles) * COLUMNS, 0), 0)
-        stop = gl.sum(gl.where(own, end, 0), 0)
-        weight_tile = tile % row_tiles
-    else:
-        BAND: gl.constexpr = 8  # tiles of x side by side: they and the tiles of W that they meet stay in the L2
-        band = tile // (BAND * row_tiles)
-        height = gl.minimum(gl.cdiv(m, COLUMNS) - band * BAND, BAND)
-        inside = tile % (BAND * row_tiles)
-        first = (band * BAND + inside % height) * COLUMNS
-        weight_tile = inside // height
-        chosen = 0
-        stop = m
-    return chosen, first, stop, weight_tile * ROWS
-
-
-@gluon.jit
 def _ask(words_desc, scales_desc, words, scales, ready, slot, row, run, wanted):
     """Start to copy the codes and block scales of a group of steps into ``slot``."""
     bar = ready.index(slot)
-    mbarrier.expect(bar, words.shape[1] * (_GROUP * 36), pred=wanted)
+    mbarrier.expect(bar, words.shape[1] * (GROUP * 36), pred=wanted)
     tma.async_copy_global_to_shared(words_desc, [row, run * 8], bar, words.index(slot), pred=wanted)
     tma.async_copy_global_to_shared(scales_desc, [row, run * 4], bar, scales.index(slot), pred=wanted)
-
-
-@gluon.jit
-def _range(tiles, steps):
-    """This program's share of all groups of steps, tile after tile: (the first, the one after the last)."""
-    every = tiles * (steps // _GROUP)
-    p = gl.program_id(0)
-    return p * every // gl.num_programs(0), (p + 1) * every // gl.num_programs(0)
-
-
-@gluon.jit
-def _part(tile, share, steps):
-    """(First step, number of steps) of a tile that a share of the groups of steps covers."""
-    each = steps // _GROUP
-    begin = gl.maximum(share[0] - tile * each, 0)
-    return begin * _GROUP, (gl.minimum(share[1] - tile * each, each) - begin) * _GROUP
-
-
-@gluon.jit
-def _pieces(tiles, steps, STREAM: gl.constexpr):
-    """(First tile, how many pieces of work, how many groups of steps they have) of this program.
-
-    A stream begins with its last tile, of which it may have the beginning only: that part is left for another program
-    early, and the end of its first tile, which needs the parts of others, comes last.
-    """
-    if STREAM:
-        begin, end = _range(tiles, steps)
-        last = (end - 1) // (steps // _GROUP)
-        return last, last - begin // (steps // _GROUP) + 1, end - begin
-    else:
-        count = gl.cdiv(gl.maximum(tiles - gl.program_id(0), 0), gl.num_programs(0))
-        return gl.program_id(0), count, count * (steps // _GROUP)
-
-
-@gluon.jit
-def _piece(i, first, tiles, steps, STREAM: gl.constexpr):
-    """(Tile, first step, number of steps) of piece i of this program; after the last piece, any."""
-    if STREAM:
-        share = _range(tiles, steps)
-        tile = gl.maximum(first - i, share[0] // (steps // _GROUP))
-        begin, count = _part(tile, share, steps)
-        return tile, begin, count
-    else:
-        return gl.minimum(first + i * gl.num_programs(0), tiles - 1), 0, steps
-
-
-@gluon.jit
-def _following(
-    piece,
-    group,
-    row,
-    run,
-    left,
-    first_tile,
-    sizes,
-    table,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STREAM: gl.constexpr,
-):
-    """The group of steps after one: its piece, group, rows of W, first step, and how many are left of the piece."""
-    m, n, _groups, tiles, steps = sizes
-    run += _GROUP
-    left -= _GROUP
-    if left == 0:
-        piece += 1
-        tile, run, left = _piece(piece, first_tile, tiles, steps, STREAM)
-        group, _first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
-    return piece, group, row, run, left
 
 
 @gluon.jit
@@ -186,15 +71,15 @@ def _decode(
     AHEAD: gl.constexpr = words.shape[0]
     WORDS: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 4)
     SCALES: gl.constexpr = two_lanes_a_row(64, gl.num_warps(), 1)
-    first_tile, _count, total = _pieces(tiles, steps, STREAM)
+    first_tile, _count, total = pieces_of(tiles, steps, STREAM)
     if STEP == 0:  # what is asked for is AHEAD - 1 groups of steps after what is decoded
-        table = _table(ends_ptr, groups, GROUPS, COLUMNS)
+        table = table_of(ends_ptr, groups, GROUPS, COLUMNS)
         piece = 0
-        tile, run, left = _piece(piece, first_tile, tiles, steps, STREAM)  # run: 64 elements of K
-        group, _first, _stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
+        tile, run, left = piece_of(piece, first_tile, tiles, steps, STREAM)  # run: 64 elements of K
+        group, _first, _stop, row = place_of(tile, m, n, table, ROWS, COLUMNS, GROUPS)
         for i in gl.static_range(AHEAD - 1):
             _ask(words_desc, scales_desc, words, scales, ready, i, group * n + row, run, i < total)
-            piece, group, row, run, left = _following(
+            piece, group, row, run, left = following(
                 piece, group, row, run, left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
             )
     for g in range(total):
@@ -203,17 +88,17 @@ def _decode(
             mbarrier.wait(taken.index(last % AHEAD), ((g - 1) // AHEAD) & 1, pred=g > 0)
             at_row = group * n + row
             _ask(words_desc, scales_desc, words, scales, ready, last % AHEAD, at_row, run, last < total)
-            piece, group, row, run, left = _following(
+            piece, group, row, run, left = following(
                 piece, group, row, run, left, first_tile, sizes, table, ROWS, COLUMNS, GROUPS, STREAM
             )
         here = g % AHEAD
         mbarrier.wait(ready.index(here), (g // AHEAD) & 1)
-        for j in gl.static_range(STEP, _GROUP, 2):
-            count = g * _GROUP + j
+        for j in gl.static_range(STEP, GROUP, 2):
+            count = g * GROUP + j
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             codes = words.index(here).slice(8 * j, 8, dim=1)
-            pairs = scales.index(here)._reinterpret(gl.int16, [ROWS, 2 * _GROUP], gl.NVMMASharedLayout(0, 16, 2))
+            pairs = scales.index(here)._reinterpret(gl.int16, [ROWS, 2 * GROUP], gl.NVMMASharedLayout(0, 16, 2))
             for i in gl.static_range(ROWS // 64):
                 packed = codes.slice(64 * i, 64, dim=0).load(WORDS)
                 bytes_ = pairs.slice(64 * i, 64, dim=0).slice(2 * j, 2, dim=1).load(SCALES)
@@ -269,7 +154,7 @@ def _with_parts_before(acc, workspace_ptr, ready_ptr, tile, tiles, steps):
 
     Programs that left them were started before this one and waited for none, so they come.
     """
-    each = steps // _GROUP
+    each = steps // GROUP
     p = gl.program_id(0)
     earliest = gl.cdiv((tile * each + 1) * gl.num_programs(0), tiles * each) - 1
     for i in range(p - earliest):
@@ -346,10 +231,10 @@ def _multiply(
     ROWS: gl.constexpr = ws.shape[1]
     COLUMNS: gl.constexpr = xs.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
-    table = _table(ends_ptr, groups, GROUPS, COLUMNS)
-    first_tile, pieces, _total = _pieces(tiles, steps, STREAM)
-    tile, run, count = _piece(0, first_tile, tiles, steps, STREAM)
-    group, first, stop, row = _place(tile, m, n, table, ROWS, COLUMNS, GROUPS)
+    table = table_of(ends_ptr, groups, GROUPS, COLUMNS)
+    first_tile, pieces, _total = pieces_of(tiles, steps, STREAM)
+    tile, run, count = piece_of(0, first_tile, tiles, steps, STREAM)
+    group, first, stop, row = place_of(tile, m, n, table, ROWS, COLUMNS, GROUPS)
     for i in gl.static_range(X_STAGES):
         _ask_for_rows(descriptors, x_ring, i, first, run + i, m, pieces > 0, TERMS)
     slot = 0
@@ -358,8 +243,8 @@ def _multiply(
     x_phase = 0
     for piece in range(pieces):
         more = piece + 1 < pieces
-        next_tile, next_run, next_count = _piece(piece + 1, first_tile, tiles, steps, STREAM)
-        next_group, next_first, next_stop, next_row = _place(next_tile, m, n, table, ROWS, COLUMNS, GROUPS)
+        next_tile, next_run, next_count = piece_of(piece + 1, first_tile, tiles, steps, STREAM)
+        next_group, next_first, next_stop, next_row = place_of(next_tile, m, n, table, ROWS, COLUMNS, GROUPS)
         acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
         gl.assume(count > 0)  # a loop that may be empty makes ptxas wait for every wgmma
         for t in range(count):
@@ -439,7 +324,7 @@ def hopper_kernel(
     and one more of W are held. DECODERS warps in two teams, with REGISTERS each, decode. STREAM: every program has as
     many steps; a workspace of a tile and a zero for each program, which stays zero.
     """
-    gl.static_assert(STAGES <= _GROUP)  # a piece has as many steps, of which the first are asked for together
+    gl.static_assert(STAGES <= GROUP)  # a piece has as many steps, of which the first are asked for together
     W_STAGES: gl.constexpr = STAGES + 1
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -449,8 +334,8 @@ def hopper_kernel(
     if TERMS == 2:
         seconds = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, 64], TILE)
     buffer = gl.allocate_shared_memory(gl.bfloat16, [64 if COLUMNS > 64 else COLUMNS // 2, ROWS], TILE)
-    words = gl.allocate_shared_memory(gl.int32, [AHEAD, ROWS, 8 * _GROUP], gl.NVMMASharedLayout(128, 32, 2))
-    scales = gl.allocate_shared_memory(gl.uint8, [AHEAD, ROWS, 4 * _GROUP], gl.NVMMASharedLayout(0, 8, 2))
+    words = gl.allocate_shared_memory(gl.int32, [AHEAD, ROWS, 8 * GROUP], gl.NVMMASharedLayout(128, 32, 2))
+    scales = gl.allocate_shared_memory(gl.uint8, [AHEAD, ROWS, 4 * GROUP], gl.NVMMASharedLayout(0, 8, 2))
     ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BARRIER)
     taken = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], BARRIER)
@@ -469,7 +354,7 @@ def hopper_kernel(
     if PDL:
         _wait_for_the_kernel_before()
     if GROUPS > 0:
-        _group, _start, _end, tiles_of_groups, _upto = _table(ends_ptr, groups, GROUPS, COLUMNS)
+        _group, _start, _end, tiles_of_groups, _upto = table_of(ends_ptr, groups, GROUPS, COLUMNS)
         tall = gl.sum(tiles_of_groups, 0)
     else:
         tall = gl.cdiv(m, COLUMNS)
