@@ -70,6 +70,8 @@ class Report:
             )
         name, how = next(iter(self.differences.items()))
         count = len(self.differences)
+        if any(".json" in name for name in self.differences):  # what files say of the model, too
+            return f"{count} difference{'s' if count > 1 else ''}, first {name}: {how}"
         return f"{count} tensor{'s differ' if count > 1 else ' differs'}, first {name}: {how}"
 
     def raise_if_different(self) -> Report:

@@ -240,7 +240,7 @@ def test_configs_are_verified(how: str, checkpoint: Exported, tmp_path: Path) ->
     damaged = with_json(checkpoint("modelopt"), tmp_path / "damaged", file, change)
     with pytest.raises(VerificationError) as error:
         qq.verify(trainer(), damaged)
-    assert str(error.value) == f"1 tensor differs, first {name}: {said}"
+    assert str(error.value) == f"1 difference, first {name}: {said}"
     assert qq.verify_checkpoint(SOURCE, damaged).differences == {name: said}
 
 
