@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
 from bits import assert_same, assert_same_bits
 from hypothesis import given
 from strategies import Case, cases, layouts
