@@ -254,7 +254,8 @@ def linear_w4a16(
     """``x @ dequantize(weight).T + bias`` in x's dtype: x [..., K], weight [N, K] -> [..., N]. Weight-only.
 
     Backends differ in the order of the fp32 sum. On a GPU it is fixed, so that the same call gives the same bits, and
-    a row's bits do not depend on other rows or, within a line of ``kernels.tiles.configuration``, on how many.
+    a row's bits do not depend on what other rows hold; on how many there are only by the kernel and tiles that
+    ``kernels.tiles.configuration`` chooses for them (of a stream: and how many tiles).
     """
     checks.check_gemm("linear_w4a16", x, weight)
     if _resolve(backend, x) == "triton":

@@ -63,6 +63,7 @@ class Sync:
         self.scales: dict[tuple[str, int | None], Tensor] = {}
         self.places: dict[str, tuple[torch.Size, torch.device]] = {}  # of packed parameters
         self.input_amaxes: dict[str, list[Tensor]] = {}
+        self.looks = True  # whether masters may be decoded weights: a look waits for a GPU, and most streams need one
         self.requantized: list[str] = []  # decoded weights that quantizing again has changed
         self.groups: dict[str, list[Weight]] = {}
         for weight in conversion.weights.values():
@@ -193,10 +194,17 @@ class Sync:
                 q = quantize_master(weight, master, amax)
             except ValueError as error:
                 raise ValueError(f"update_weights: {error}") from error
-            oriented = master.mT if weight.format.transposed else master
-            if looks_decoded(oriented) and not torch.equal(ops.dequantize(q, master.dtype), oriented):
-                self.requantized.append(weight.name)
+            if self.looks:
+                self._look(weight, master.mT if weight.format.transposed else master, q)
             self._finish_packed(weight, q)
+
+    def _look(self, weight: Weight, master: Tensor, q: NVFP4Tensor) -> None:
+        """Whether a master [..., K] was decoded from NVFP4 and is not what came, now that it is quantized again."""
+        magnitudes = most_magnitudes(master)
+        self.looks = magnitudes <= len(E2M1_MAGNITUDES)  # no decoded weights: nor are the others
+        made_up = magnitudes < 6  # constants, signs: they tell nothing
+        if self.looks and not made_up and not torch.equal(ops.dequantize(q, master.dtype), master):
+            self.requantized.append(weight.name)
 
     def _finish_packed(self, weight: Weight, q: NVFP4Tensor) -> None:
         try:
@@ -249,17 +257,13 @@ class Sync:
         return "; ".join(f"{age}: {_runs(found)}" for age, found in layers.items() if found or age != "half new")
 
 
-def looks_decoded(weight: Tensor) -> bool:
-    """Whether rows [..., K] here and there are what NVFP4 codes decode to: blocks of up to 8 magnitudes, some of most.
-
-    Weights that were never quantized have up to 16 in a block, made-up ones (constants, signs) few in all of them.
-    """
+def most_magnitudes(weight: Tensor) -> int:
+    """The most magnitudes of a block, among rows [..., K] here and there: up to 8 of decoded weights, of others 16."""
     rows = weight[tuple(slice(None, None, max(1, size // 8)) for size in weight.shape[:-1])]
     if rows.numel() == 0:
-        return False
+        return 0
     magnitudes = rows.abs().unflatten(-1, (-1, BLOCK_SIZE)).sort(-1).values
-    most = int((magnitudes.diff(dim=-1) != 0).sum(-1).max()) + 1
-    return 6 <= most <= len(E2M1_MAGNITUDES)
+    return int((magnitudes.diff(dim=-1) != 0).sum(-1).max()) + 1
 
 
 def _require_finite(name: str, tensor: Tensor) -> None:

@@ -53,10 +53,8 @@ def cast_as_told(
         told = {contract.export_dtype}
     elif contract is not None and contract.quantized is not None and not told:  # a record that says: they differ
         dtypes = {weight.format.export_dtype for weight in conversion.weights.values()}
-        untold = (
-            frozenset(conversion.weights) if len(dtypes) == 1 else conversion.untold
-        )  # several are as many as it knows
-        return replace(conversion, untold=untold)
+        several = len(dtypes) > 1  # then it has been told before, as far as it was
+        return replace(conversion, untold=conversion.untold if several else frozenset(conversion.weights))
     if not told:
         return conversion
     only = next(iter(told)) if len(told) == 1 else None  # also of modules that have other names here

@@ -154,6 +154,7 @@ def update_weights(
     state.running = True
     try:
         sync = Sync(root, told, plan, made_under)
+        sync.looks = not notes  # a state_dict holds masters, which their trainer quantizes likewise
         for item in stream:
             name, tensor = _checked_item(item)
             if not begun:  # what is no stream at all breaks nothing
@@ -179,7 +180,7 @@ def update_weights(
     state.broken = before if report.missing else ""
     if unheard and not notes and sync.ledger.took_masters():  # packed tensors and metadata tell it themselves
         warnings.warn(unheard, stacklevel=2)
-    if sync.requantized and not notes:  # a state_dict holds masters, which their trainer quantizes likewise
+    if sync.requantized:
         warnings.warn(changed(sync.requantized), stacklevel=2)
     return report
 

@@ -15,6 +15,7 @@ from torch import nn
 from weight_syncs import assert_same_state, state
 
 import quads_qat as qq
+from quads_qat import sync_layers
 from quads_qat.contract import Contract, contract_of
 
 TELLS: dict[str, Callable[[nn.Module], Any]] = {
@@ -346,6 +347,18 @@ def test_weights_of_few_values_are_no_decoded_ones(recwarn: pytest.WarningsRecor
         masters = {n: fill(t).to(t.dtype) if t.ndim > 1 else t for n, t in model.state_dict().items()}
         qq.update_weights(mine, masters)
     assert not recwarn.list
+
+
+def test_masters_are_looked_at_once_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look reads a value, which on a GPU waits for all that was asked before."""
+    looks: list[int] = []
+    look = sync_layers.most_magnitudes
+    monkeypatch.setattr(sync_layers, "most_magnitudes", lambda weight: looks.append(look(weight)) or looks[-1])
+    model, mine = in_dtype(torch.bfloat16), rollout(torch.bfloat16)
+    qq.update_weights(mine, pairs(model))
+    assert len(looks) == 1
+    qq.update_weights(mine, model.state_dict())  # says that it holds masters
+    assert len(looks) == 1
 
 
 def test_decoded_stacks_are_looked_at_along_their_blocks() -> None:
